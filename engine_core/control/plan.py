@@ -1,0 +1,106 @@
+"""What the scheduler tells the executor to do in one step, and what the executor answers.
+
+Owns: the frozen data that crosses from `control` to `device` and back.
+Does not know: tensors, sockets, or how either side works.
+
+Blocks are named by ids: GPU block ids index the GPU pool, CPU block ids the host arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from .request import Sampling
+
+
+class Direction(Enum):
+    """Which way a copy goes: OUT is GPU to CPU, IN is CPU to GPU."""
+
+    OUT = "out"
+    IN = "in"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """Copy whole blocks between the tiers: `gpu_blocks[i]` <-> `cpu_blocks[i]`. Completed by a `MoveDone` of that id."""
+
+    move_id: int
+    direction: Direction
+    gpu_blocks: tuple[int, ...]
+    cpu_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to choose the next token after a chunk. `output_index` counts the request's output tokens before this one.
+
+    `seed` is always set (the scheduler draws one for requests that came without): the token depends on
+    (seed, output_index) and the logits alone, so that a swap or a recompute repeats nothing and skips nothing.
+    `history` is prompt + output so far when a penalty is active, else None. `banned` ids get no probability
+    (end tokens while fewer than min_tokens were made).
+    """
+
+    sampling: Sampling
+    seed: int
+    output_index: int
+    prompt_length: int
+    history: Sequence[int] | None = None
+    banned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one request to run in this step: `token_ids` sit at positions start, start+1, ...
+
+    Their K and V are written into `block_table` (GPU block ids, in order, covering positions 0 .. start+len-1), which also
+    holds what they attend to. `sample` is None for a prefill chunk that is not the prompt's last.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    sample: SampleSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: the copies to begin, then the chunks to run. Decode chunks (one token) come first."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    moves: tuple[BlockMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A chosen token. `logprob` and `top` ((token id, logprob), best first) are filled when logprobs were asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MoveDone:
+    """A copy that ended. `error` None: all bytes arrived. Otherwise nothing may be assumed of the target blocks."""
+
+    move_id: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced. `failed` requests (request id -> reason) got no token, e.g. their logits were not finite.
+
+    `moves_done` may include copies that earlier steps began. `seconds` is the step's time in the executor.
+    """
+
+    step: int
+    tokens: dict[str, SampledToken]
+    failed: dict[str, str]
+    moves_done: tuple[MoveDone, ...]
+    seconds: float

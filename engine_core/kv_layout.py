@@ -1,0 +1,52 @@
+"""KV formats by name, and the bytes they take: the one resolver that config, memory budget and pool share.
+
+Owns: format names and byte arithmetic. Does not know: tensors (see `device/kv_formats.py`), so that a wrong
+`--kv-cache-dtype` is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FormatName = Literal["fp16", "bf16", "fp32", "int8", "fp8_e4m3", "fp8_e5m2"]
+ComputeDtype = Literal["fp16", "bf16", "fp32"]
+
+_ALIASES: dict[str, FormatName] = {
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "int8": "int8",
+    "i8": "int8",
+    "fp8": "fp8_e4m3",
+    "e4m3": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "e5m2": "fp8_e5m2",
+}
+KV_CACHE_DTYPES = ("auto", *_ALIASES)
+_ELEMENT_BYTES: dict[FormatName, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+SCALE_BYTES = 2  # int8 keeps one fp16 scale per token and head, for K and for V
+
+
+def resolve_kv_cache_dtype(name: str, compute_dtype: ComputeDtype) -> FormatName:
+    """The format a user's name stands for; "auto" is the compute dtype. Raises ValueError that lists the names."""
+    if name == "auto":
+        return compute_dtype
+    if name not in _ALIASES:
+        raise ValueError(f"kv_cache_dtype {name!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
+    return _ALIASES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token's KV looks like in a model."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def paged_kv_block_bytes(shape: KVShape, block_size: int, kv_format: FormatName) -> int:
+    """Bytes of one page-major block: K and V of `block_size` tokens in every layer, and int8's scales."""
+    per_token_head = shape.head_dim * _ELEMENT_BYTES[kv_format] + (SCALE_BYTES if kv_format == "int8" else 0)
+    return shape.num_layers * 2 * shape.num_kv_heads * block_size * per_token_head

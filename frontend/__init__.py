@@ -1,0 +1,1 @@
+"""The HTTP face of Coldblock: tokenizes, applies templates, streams. Never imports torch or the engine."""

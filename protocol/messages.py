@@ -1,0 +1,289 @@
+"""The messages between a peer (frontend, client library, tool) and the engine-core.
+
+Owns: the shape of every message and `PROTOCOL_VERSION`.
+Does not know: bytes and sockets (`codec`, `sockets`), nor what an engine does with a message.
+
+Work messages are tagged msgpack arrays: `[tag, field, field, ...]`. New fields are only ever appended, with a
+default, so that a reader of the same PROTOCOL_VERSION accepts a message that is longer or shorter than its own.
+`Stats` is a map instead, because people read it. Token ids travel as little-endian uint32 bytes: decoding a list of
+4096 integers costs fifty times as much (see `pack_tokens` and `unpack_tokens` in `codec`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+PROTOCOL_VERSION = 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "rejected"]
+SwapReason = Literal["admission", "growth", "resume"]
+
+
+class SamplingParams(Struct, frozen=True, array_like=True):
+    """How the tokens of one request are chosen and when it ends.
+
+    temperature 0 is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch those filters off. `logprobs` is the number
+    of alternatives reported beside each sampled token (0: the sampled token's own), None for no logprobs at all.
+    `max_tokens` None means as many as fit; more than fit is clamped to what fits.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+# ---------------------------------------------------------------- peer -> engine
+
+
+class Hello(Struct, frozen=True, array_like=True, tag="hello"):
+    """First message of a peer. `name` is shown in `stats` and logs."""
+
+    version: int
+    name: str
+
+
+class Submit(Struct, frozen=True, array_like=True, tag="submit"):
+    """Generate from `prompt` (token ids as packed uint32). `request_id` is unique within its peer."""
+
+    request_id: str
+    prompt: bytes
+    sampling: SamplingParams
+    priority: int = 0
+
+
+class Abort(Struct, frozen=True, array_like=True, tag="abort"):
+    """Stop these requests. Unknown and finished ids are ignored; the others finish with reason "abort"."""
+
+    request_ids: tuple[str, ...]
+
+
+class Ping(Struct, frozen=True, array_like=True, tag="ping"):
+    """Heartbeat. The engine aborts the requests of a peer that has been silent for `Welcome.peer_timeout_s`."""
+
+    sequence: int
+
+
+class StatsRequest(Struct, frozen=True, array_like=True, tag="stats?"):
+    """Ask for one `Stats`."""
+
+
+class Goodbye(Struct, frozen=True, array_like=True, tag="goodbye"):
+    """The peer leaves; its open requests are aborted."""
+
+
+PeerMessage = Hello | Submit | Abort | Ping | StatsRequest | Goodbye
+
+# ---------------------------------------------------------------- engine -> peer
+
+
+class ModelInfo(Struct, frozen=True):
+    """What a peer must know of the model: enough to tokenize, validate and describe.
+
+    `path` is the checkpoint folder on the engine's machine (tokenizer.json lies there). `max_request_tokens` is the
+    most tokens, prompt and answer together, that one request can hold: min(max_model_len, room of the KV pool).
+    """
+
+    name: str
+    path: str
+    vocab_size: int
+    max_model_len: int
+    max_request_tokens: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    kv_cache_dtype: str
+    kv_block_bytes: int
+    block_size: int
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
+    """Answer to `Hello`. A new `engine_id` after a reconnection tells that the engine was restarted."""
+
+    version: int
+    engine_id: str
+    model: ModelInfo
+    events_endpoint: str
+    peer_timeout_s: float
+
+
+class Pong(Struct, frozen=True, array_like=True, tag="pong"):
+    """Answer to `Ping`. `step_age_s`: seconds since the step loop last turned (large: the engine is stuck)."""
+
+    sequence: int
+    step_age_s: float
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """Log-probability of the sampled token, and the most likely alternatives as (token id, logprob), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Usage(Struct, frozen=True, array_like=True):
+    """Totals of one finished request. Seconds are durations; `stall_s` is the time it was swapped out."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    swaps: int
+    stall_s: float
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+class Finished(Struct, frozen=True, array_like=True):
+    """How a request ended. `stop_token`: the id that ended it, when reason is "stop". `error`: set with "error"."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_token: int | None = None
+    error: str | None = None
+
+
+class TokensOut(Struct, frozen=True, array_like=True):
+    """New tokens of one request (packed uint32; the stop token itself is not among them)."""
+
+    request_id: str
+    tokens: bytes
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finished: Finished | None = None
+
+
+class Tokens(Struct, frozen=True, array_like=True, tag="tokens"):
+    """Everything one step produced for one peer: one message a peer and step, not one a token."""
+
+    outputs: tuple[TokensOut, ...]
+
+
+class SwapEvent(Struct, frozen=True, array_like=True, tag="swap"):
+    """One move of a request's KV blocks between the tiers, sent to the request's owner and published.
+
+    `blocks`/`bytes`: what this move carries (0 for "rejected": what it would have carried is in `detail`). `seconds`:
+    the copy's duration for "swapped" and "resumed", else 0. Tier use is counted after the event. `time` is Unix time.
+    """
+
+    request_id: str
+    phase: SwapPhase
+    reason: SwapReason
+    blocks: int
+    bytes: int
+    seconds: float
+    gpu_used_blocks: int
+    gpu_total_blocks: int
+    cpu_used_bytes: int
+    cpu_budget_bytes: int
+    time: float
+    detail: str = ""
+
+
+class Refused(Struct, frozen=True, array_like=True, tag="refused"):
+    """A `Submit` that was not taken: which field, what it was, what is allowed."""
+
+    request_id: str
+    field: str
+    value: str
+    allowed: str
+
+
+class Fault(Struct, frozen=True, array_like=True, tag="fault"):
+    """A message that could not be understood. Codes: "version", "malformed", "unknown", "too_large", "no_hello"."""
+
+    code: str
+    message: str
+
+
+# ---------------------------------------------------------------- stats: a map, for people and programs
+
+
+class Sample(Struct, frozen=True):
+    """One labelled value of a metric. Histograms fill `counts` (per bucket, not cumulative, last is +Inf) and `sum`."""
+
+    value: float = 0.0
+    labels: dict[str, str] = {}
+    counts: tuple[int, ...] = ()
+    sum: float = 0.0
+
+
+class Metric(Struct, frozen=True):
+    """A named metric with its samples, ready to be exposed in Prometheus' text format."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    samples: tuple[Sample, ...]
+    buckets: tuple[float, ...] = ()
+
+
+class TierUse(Struct, frozen=True):
+    """Blocks of the GPU tier by state. used + cached + in_flight + free == total."""
+
+    total: int
+    used: int
+    cached: int
+    in_flight: int
+    free: int
+
+
+class CpuOffload(Struct, frozen=True):
+    """The CPU tier. Bytes are real payload bytes of swapped blocks."""
+
+    enabled: bool
+    payload_bytes: int
+    budget_bytes: int
+    max_swapped_requests: int
+    blocks: int
+
+
+class RequestRow(Struct, frozen=True):
+    """One live request as a monitor shows it."""
+
+    request_id: str
+    peer: str
+    state: str
+    prompt_tokens: int
+    generated_tokens: int
+    gpu_blocks: int
+    cpu_blocks: int
+    swaps: int
+    stall_s: float
+    age_s: float
+    priority: int
+
+
+class Stats(Struct, frozen=True, tag="stats"):
+    """The engine's state at one moment. Published twice a second and sent in answer to `StatsRequest`."""
+
+    engine_id: str
+    time: float
+    uptime_s: float
+    model: ModelInfo
+    peers: int
+    running: int
+    waiting: int
+    swapped: int
+    gpu: TierUse
+    cpu_offload: CpuOffload
+    step_ms: float
+    tokens_per_s: float
+    requests: tuple[RequestRow, ...]
+    metrics: tuple[Metric, ...]
+
+
+EngineMessage = Welcome | Pong | Tokens | SwapEvent | Refused | Fault
+"""What arrives on a DEALER, except `Stats`: msgspec cannot mix array-like and map structs in one union."""

@@ -1,0 +1,1 @@
+"""Commands around the daemons: supervise, chat, watch, fetch, convert, benchmark."""
