@@ -1,0 +1,69 @@
+"""The `coldblock` command: one subcommand is one module, imported when it is called.
+
+Owns: the list of subcommands. Does not know: their settings or what they do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+
+from .settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+
+COMMANDS = {
+    "serve": ("tools.serve", "serve a model over HTTP: one engine and its frontends"),
+    "engine": ("engine_core.main", "run the engine-core process alone"),
+    "frontend": ("frontend.main", "run an HTTP frontend for running engines"),
+    "chat": ("tools.chat", "chat with a running engine in the terminal"),
+    "top": ("tools.top", "watch a running engine: tiers, requests, swaps"),
+    "demo": ("tools.demo", "two answers, one small pool: see a swap happen"),
+    "fetch-model": ("tools.fetch_model", "fetch a known model into the cache"),
+    "bench": ("tools.bench.main", "benchmarks: serve, swap, jitter"),
+}
+EXIT_CODES = "0 done, 1 failed, 2 wrong usage, 3 no engine reachable, 130 interrupted"
+
+
+def usage() -> str:
+    """The text of `coldblock --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [
+        "usage: coldblock COMMAND [ARGUMENTS]      coldblock COMMAND --help      coldblock --version",
+        "",
+        "An LLM server for GPUs too small for their load: cold KV blocks swap to CPU memory, in plain sight.",
+        "",
+        *(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()),
+        "",
+        "Start with:  coldblock serve smollm2-135m",
+        "Every flag is also a variable (COLDBLOCK_KV_CACHE_DTYPE) and a key of a --config file; the flag wins.",
+        f"Exit codes: {EXIT_CODES}.",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand and return the process's exit code (see `EXIT_CODES`)."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return EXIT_OK if argv else EXIT_USAGE
+    if argv[0] in ("-V", "--version"):
+        from . import __version__
+
+        print(f"coldblock {__version__}")
+        return EXIT_OK
+    if argv[0] not in COMMANDS:
+        print(f"coldblock: no command {argv[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return EXIT_USAGE
+    module = importlib.import_module(f".{COMMANDS[argv[0]][0]}", __package__)
+    try:
+        return int(module.main(argv[1:]))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

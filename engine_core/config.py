@@ -1,0 +1,63 @@
+"""The engine's settings as a user gives them.
+
+Owns: the flags of `coldblock engine` and what each allows. Does not know: torch, sockets, or what the flags lead to;
+`main` turns them into the frozen configs of scheduler and executor.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import CliPositionalArg
+
+from ..settings import LogLevel, Settings
+from .kv_layout import KV_CACHE_DTYPES, resolve_kv_cache_dtype
+
+MAX_SEED = 2**63 - 1
+
+
+class EngineSettings(Settings):
+    """Everything `coldblock engine` can be told. Every flag is also COLDBLOCK_<NAME> and a key under `engine:` in a file."""
+
+    sections: ClassVar[tuple[str, ...]] = ("engine",)
+
+    model: CliPositionalArg[str] = Field(description="a checkpoint folder, or a known name such as smollm2-135m")
+    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="where the model runs")
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="what activations are computed in")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: seeded random weights of the shape that config.json gives"
+    )
+    kv_cache_dtype: str = Field("auto", description=f"how K and V are stored: {', '.join(KV_CACHE_DTYPES)}")
+    block_size: int = Field(16, ge=1, le=256, description="tokens in one KV block")
+    num_gpu_blocks: int | None = Field(None, ge=1, description="KV blocks in the pool; sized from free memory if absent")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the free memory that the engine may take")
+    max_model_len: int | None = Field(None, ge=1, description="most tokens in a request; the model's own if absent")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="most requests in one step")
+    max_num_batched_tokens: int = Field(1024, ge=1, description="most tokens in one step")
+    prefill_chunk_tokens: int = Field(512, ge=1, description="most prompt tokens of one request in one step")
+    prefix_cache: bool = Field(True, description="reuse the KV blocks of equal prompt beginnings")
+    cpu_offload: bool = Field(True, description="swap cold KV blocks to CPU memory when the pool runs out")
+    max_cpu_offload_mb: int = Field(2048, ge=0, description="most payload, in MiB, that the CPU tier holds")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="seed for requests that bring none, and for dummy weights")
+    deterministic: bool = Field(
+        False, description="a request's tokens do not depend on what else runs, bit for bit; slower"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads to compute with; all cores if absent")
+    endpoint: str | None = Field(None, description="where requests arrive: ipc://PATH or tcp://HOST:PORT")
+    events_endpoint: str | None = Field(None, description="where stats and swap events are published")
+    peer_timeout_s: float = Field(10.0, gt=0, description="a peer silent for so long has its requests aborted")
+    log_level: LogLevel = Field("info", description="least severe log lines to print")
+
+    @field_validator("kv_cache_dtype")
+    @classmethod
+    def _known_format(cls, name: str) -> str:
+        resolve_kv_cache_dtype(name, "bf16")
+        return name
+
+
+class StatusSettings(Settings):
+    """`coldblock engine --status`: which engine to ask."""
+
+    endpoint: str | None = Field(None, description="the engine's endpoint; the default one if absent")
+    status: bool = Field(False, description="print the running engine's state as JSON and end")
