@@ -9,6 +9,7 @@ reads the sections that its settings class names and refuses keys in them that i
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tomllib
@@ -152,3 +153,15 @@ def _describe(error: ValidationError, settings_type: type[Settings]) -> str:
         return first["msg"].removeprefix("Value error, ")
     reason = first["msg"].removeprefix("Value error, ")
     return f"{flag_name(field)}: {first['input']!r} is not allowed: {reason[:1].lower()}{reason[1:]}"
+
+
+def models_dir() -> Path:
+    """Where fetched models live: `COLDBLOCK_MODELS_DIR`, else `coldblock/models` in the user's cache folder (XDG)."""
+    if named := os.environ.get(_ENV_PREFIX + "MODELS_DIR"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coldblock" / "models"
+
+
+def setup_logging(level: LogLevel) -> None:
+    """Log lines of this process on stderr, one format everywhere."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")

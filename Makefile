@@ -1,0 +1,55 @@
+# Coldblock: every target sets up what it needs, and does nothing twice.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TYPING := build/typing/coldblock
+TYPED := protocol engine_core/control frontend
+MODEL ?= smollm2-135m
+
+.DEFAULT_GOAL := help
+.PHONY: help install run serve test test-gpu lint typecheck bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## set up .venv with everything, once
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || (echo "Creating $(VENV) ($$($(PYTHON) --version))" && $(PYTHON) -m venv $(VENV))
+	@$(BIN)/python -c 'import sys; v = sys.version_info; sys.exit((3, 11) <= v < (3, 14) and 0 or f"Python 3.11 to 3.13 is needed, $(VENV) has {v.major}.{v.minor}: remove $(VENV) and call make PYTHON=python3.12")'
+	@echo "Installing Coldblock and what it needs into $(VENV) (torch is large: the first time takes minutes)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(STAMP) ## two chat answers, one small KV pool: see a swap happen
+	@$(BIN)/coldblock demo
+
+serve: $(STAMP) ## serve $(MODEL) on http://127.0.0.1:8000/v1
+	@$(BIN)/coldblock serve $(MODEL)
+
+test: $(STAMP) ## all tests that need no GPU
+	@$(BIN)/coldblock fetch-model smollm2-135m
+	@$(BIN)/pytest -m 'not gpu'
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	@$(BIN)/pytest -m gpu
+
+lint: $(STAMP) ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+typecheck: $(STAMP) ## mypy --strict on what decides and what is public
+	@mkdir -p $(TYPING)
+	@for part in __init__.py settings.py engine_core frontend kernels protocol tools; do ln -sfn ../../../$$part $(TYPING)/$$part; done
+	@cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(addprefix coldblock/,$(TYPED))
+
+bench: $(STAMP) ## the benchmarks, into docs/results
+	@$(BIN)/coldblock bench serve --model $(MODEL)
+	@$(BIN)/coldblock bench swap --model $(MODEL)
+	@$(BIN)/coldblock bench jitter --model $(MODEL)
+
+clean: ## remove .venv and everything that was built; fetched models stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
