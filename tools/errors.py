@@ -1,10 +1,21 @@
-"""The error that a command shows to its user as one line.
+"""The error that a command shows to its user as one line, and the exit code that goes with it.
 
-Owns: `ToolError`. Does not know: which command raised it.
+Owns: `ToolError`, `report`. Does not know: which command raised it.
 """
 
 from __future__ import annotations
 
+import sys
 
-class ToolError(Exception):
+from ..protocol.errors import ColdblockError, EngineUnreachable
+from ..settings import EXIT_FAILED, EXIT_UNREACHABLE
+
+
+class ToolError(ColdblockError):
     """Something a user can act on: the message says what happened and what to do."""
+
+
+def report(prog: str, error: ColdblockError) -> int:
+    """Show `error` as the line that a failed command ends with; returns the command's exit code."""
+    print(f"{prog}: {error}", file=sys.stderr, flush=True)
+    return EXIT_UNREACHABLE if isinstance(error, EngineUnreachable) else EXIT_FAILED

@@ -1,0 +1,75 @@
+"""How the tools put things on a terminal: colours, units, and one line for a swap event.
+
+Owns: the wording and look of these. Does not know: where the values come from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TextIO
+
+from ..protocol.messages import SwapEvent
+
+_CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36"}
+_ESCAPES = re.compile(r"(\x1b\[[0-9;?]*[a-zA-Z])")
+
+
+class Style:
+    """Paints text for one stream; paints nothing when that is no terminal or NO_COLOR is set."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.active = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def paint(self, text: str, *names: str) -> str:
+        """`text` in these colours ("dim", "bold", "red", "green", "yellow", "magenta", "cyan")."""
+        if not self.active or not text:
+            return text
+        return f"\x1b[{';'.join(_CODES[name] for name in names)}m{text}\x1b[0m"
+
+
+def clip(text: str, columns: int) -> str:
+    """`text` cut to so many visible columns; escape sequences take none and are all kept, so colours end."""
+    parts, left = [], columns
+    for index, part in enumerate(_ESCAPES.split(text)):
+        if index % 2 == 0:
+            part, left = part[:left], left - len(part[:left])
+        parts.append(part)
+    return "".join(parts)
+
+
+def human_bytes(count: float) -> str:
+    """`count` bytes with a binary unit: "960 B", "1.5 KiB", "270 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration in the unit that suits it: "0.21 ms", "3.4 s", "5 min 12 s", "2 h 5 min"."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def count_of(number: int, noun: str) -> str:
+    """ "1 block", "3 blocks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def describe_swap(event: SwapEvent, who: str) -> str:
+    """One line for a swap event of the request that people know as `who`."""
+    move = f"{count_of(event.blocks, 'block')}, {human_bytes(event.bytes)}"
+    tiers = f"GPU {event.gpu_used_blocks}/{event.gpu_total_blocks} blocks, CPU {human_bytes(event.cpu_used_bytes)}"
+    return {
+        "swapping_out": f"▼ {who} swapping out: {move} to CPU ({event.reason})",
+        "swapped": f"▼ {who} swapped out: {move} in {human_seconds(event.seconds)} · {tiers}",
+        "swapping_in": f"▲ {who} swapping in: {move} back to GPU",
+        "resumed": f"▲ {who} resumed: {move} in {human_seconds(event.seconds)} · {tiers}",
+        "rejected": f"✗ {who} not swapped: {event.detail or 'no room in the CPU tier'}",
+    }[event.phase]
