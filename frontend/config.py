@@ -1,0 +1,51 @@
+"""Settings of `coldblock frontend`.
+
+Owns: names, defaults and allowed values. Does not know: what is done with them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode
+
+from ..protocol.sockets import default_endpoint
+from ..settings import LogLevel, Settings
+
+
+def _split(value: Any) -> Any:
+    """ "a,b" and ["a,b", "c"] name several, as an environment variable or a repeated flag gives them."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return value
+    return tuple(piece.strip() for part in parts for piece in part.split(",") if piece.strip())
+
+
+class FrontendSettings(Settings):
+    """How a frontend listens, and which engines it sends requests to."""
+
+    sections: ClassVar[tuple[str, ...]] = ("frontend",)
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    engine: Annotated[tuple[str, ...], NoDecode] = Field(
+        default_factory=lambda: (default_endpoint(),),
+        min_length=1,
+        description="endpoint of an engine; repeat it, or separate by commas, to spread requests over several",
+    )
+    api_key: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="key that clients must send as a bearer token; several separated by commas; none: no check"
+    )
+    served_model_name: str | None = Field(None, description="the model's name in the API; default: the engine's name for it")
+    tokenizer: Path | None = Field(
+        None, description="folder with tokenizer.json, when the engine's checkpoint folder cannot be read from here"
+    )
+    workers: int = Field(1, ge=1, le=64, description="processes that share the port")
+    max_body_mb: int = Field(32, ge=1, le=1024, description="largest request body, in MiB")
+    shutdown_timeout: int = Field(30, ge=0, description="seconds that open streams get to finish after SIGTERM")
+    log_level: LogLevel = Field("info", description="least severe messages to log; debug also logs each request")
+
+    _split_engine = field_validator("engine", mode="before")(_split)
+    _split_api_key = field_validator("api_key", mode="before")(_split)
