@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
 from ..settings import LogLevel, Settings
@@ -18,7 +18,7 @@ MAX_SEED = 2**63 - 1
 
 
 class EngineSettings(Settings):
-    """Everything `coldblock engine` can be told. Every flag is also COLDBLOCK_<NAME> and a key under `engine:` in a file."""
+    """Everything `coldblock engine` can be told. Each is also COLDBLOCK_<NAME>, and a key under `engine:` in a file."""
 
     sections: ClassVar[tuple[str, ...]] = ("engine",)
 
@@ -30,8 +30,12 @@ class EngineSettings(Settings):
     )
     kv_cache_dtype: str = Field("auto", description=f"how K and V are stored: {', '.join(KV_CACHE_DTYPES)}")
     block_size: int = Field(16, ge=1, le=256, description="tokens in one KV block")
-    num_gpu_blocks: int | None = Field(None, ge=1, description="KV blocks in the pool; sized from free memory if absent")
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the free memory that the engine may take")
+    num_gpu_blocks: int | None = Field(
+        None, ge=1, description="KV blocks in the pool; sized from free memory if absent"
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the free memory that the engine may take"
+    )
     max_model_len: int | None = Field(None, ge=1, description="most tokens in a request; the model's own if absent")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most requests in one step")
     max_num_batched_tokens: int = Field(1024, ge=1, description="most tokens in one step")
@@ -48,6 +52,15 @@ class EngineSettings(Settings):
     events_endpoint: str | None = Field(None, description="where stats and swap events are published")
     peer_timeout_s: float = Field(10.0, gt=0, description="a peer silent for so long has its requests aborted")
     log_level: LogLevel = Field("info", description="least severe log lines to print")
+
+    @model_validator(mode="after")
+    def _a_step_holds_every_sequence(self) -> EngineSettings:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens: {self.max_num_batched_tokens} is not allowed: a step must hold one token "
+                f"of each sequence, so at least --max-num-seqs ({self.max_num_seqs})"
+            )
+        return self
 
     @field_validator("kv_cache_dtype")
     @classmethod

@@ -1,0 +1,372 @@
+"""The engine's sockets, on a thread of their own: bytes in, commands out; updates in, bytes out.
+
+Owns: the ROUTER and PUB sockets, the peers and which request is whose. Does not know: scheduling or tensors; it meets
+the step loop only through two queues, so that no socket ever makes a step wait.
+
+A peer that sends rubbish gets a `Fault`; one that reads too slowly, falls silent or leaves has its requests aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, assert_never
+
+import msgspec
+import zmq
+
+from ..protocol import codec, messages, sockets
+from ..protocol.errors import ProtocolError
+from .commands import Add, Cancel, Command, Report, Shutdown
+from .control.request import Sampling
+from .control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
+
+if TYPE_CHECKING:
+    from .control.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 250
+MAX_BACKLOG = 8192  # messages kept for one peer beyond its socket's own queue
+
+Snapshot = Callable[["Scheduler", int], messages.Stats]
+
+
+@dataclass
+class Peer:
+    """One connected client. `backlog`: encoded messages that its full socket queue could not take yet."""
+
+    name: str
+    heard_at: float
+    requests: set[str] = field(default_factory=set)
+    backlog: deque[bytes] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToPeer:
+    peer: bytes
+    message: messages.EngineMessage | messages.Stats
+
+
+class IpcPort:
+    """The `Port` of the engine. Construction binds both endpoints; `start` begins to answer.
+
+    Raises `ColdblockError` when an endpoint cannot be bound.
+    """
+
+    def __init__(self, endpoint: str, events_endpoint: str, *, peer_timeout_s: float) -> None:
+        self._context = zmq.Context()
+        self._router = sockets.engine_router(self._context, endpoint)
+        self._publisher = sockets.publisher(self._context, events_endpoint)
+        self._peer_timeout_s = peer_timeout_s
+        self._peers: dict[bytes, Peer] = {}
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._outgoing: deque[list[Update] | _ToPeer | messages.Stats] = deque()
+        self._wake_address = f"inproc://wake-{id(self)}"
+        self._wake_in = self._context.socket(zmq.PULL)
+        self._wake_in.bind(self._wake_address)
+        self._wake_out = self._context.socket(zmq.PUSH)
+        self._wake_out.connect(self._wake_address)
+        self._closing = False
+        self.failed = False
+        self._thread = threading.Thread(target=self._run, name="coldblock-ipc", daemon=True)
+
+    def start(self, welcome: messages.Welcome, snapshot: Snapshot, step_age: Callable[[], float]) -> None:
+        """Begin to answer peers. `snapshot` runs on the engine's thread, `step_age` (seconds) on this one."""
+        self._welcome = welcome
+        self._model = welcome.model
+        self._snapshot = snapshot
+        self._step_age = step_age
+        self._thread.start()
+
+    # ------------------------------------------------------------ called by the engine's thread
+
+    def take(self, wait_s: float) -> list[Command]:
+        """The commands that have arrived; waits up to `wait_s` seconds for the first."""
+        commands: list[Command] = []
+        try:
+            commands.append(self._commands.get(wait_s > 0, wait_s))
+            while True:
+                commands.append(self._commands.get_nowait())
+        except queue.Empty:
+            return commands
+
+    def command(self, command: Command) -> None:
+        """Put a command of the process's own (a signal's) behind those of the peers. Safe from any thread."""
+        self._commands.put(command)
+
+    def updates(self, updates: list[Update]) -> None:
+        """Tell the owners of these requests what happened."""
+        self._send(updates)
+
+    def refuse(self, request_id: str, field: str, value: str, allowed: str) -> None:
+        """Tell the owner that the request was not taken."""
+        peer, own_id = split_id(request_id)
+        self._send(_ToPeer(peer, messages.Refused(own_id, field, value, allowed)))
+
+    def report(self, scheduler: Scheduler, peer: bytes | None) -> None:
+        """Send the engine's state to one peer, or publish it when `peer` is None."""
+        stats = self._snapshot(scheduler, len(self._peers))
+        self._send(stats if peer is None else _ToPeer(peer, stats))
+
+    def close(self) -> None:
+        """Send what is queued, then close the sockets."""
+        self._closing = True
+        if self._thread.is_alive():
+            self._wake_out.send(b"")
+            self._thread.join(timeout=5)
+        for socket in (self._wake_out, self._wake_in, self._router, self._publisher):
+            socket.close()
+        self._context.term()
+
+    def _send(self, item: list[Update] | _ToPeer | messages.Stats) -> None:
+        self._outgoing.append(item)
+        with contextlib.suppress(zmq.Again):  # a full wake queue means that the thread is already due
+            self._wake_out.send(b"", zmq.NOBLOCK)
+
+    # ------------------------------------------------------------ the socket thread
+
+    def _run(self) -> None:
+        """An engine that nobody can reach must not live on in silence: a fault here ends it."""
+        try:
+            self._serve()
+        except Exception:
+            log.exception("the socket thread failed; the engine stops")
+            self.failed = True
+            self._commands.put(Shutdown(0.0))
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_in, zmq.POLLIN)
+        swept_at = time.monotonic()
+        while not self._closing:
+            ready = dict(poller.poll(POLL_MS))
+            if self._wake_in in ready:
+                self._drain_wakes()
+            self._deliver_all()
+            if self._router in ready:
+                self._receive()
+            now = time.monotonic()
+            if now - swept_at >= POLL_MS / 1000:
+                swept_at = now
+                self._sweep(now)
+        self._deliver_all()
+
+    def _drain_wakes(self) -> None:
+        try:
+            while True:
+                self._wake_in.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+    def _receive(self) -> None:
+        """Read what has arrived, but no more than a handful: replies must not wait behind a flood."""
+        for _ in range(64):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError("malformed", f"a message is one frame, this one had {len(frames)}")
+                self._handle(identity, codec.decode_from_peer(frames[0]))
+            except ProtocolError as error:
+                self._write(identity, messages.Fault(error.code, error.message))
+
+    def _handle(self, identity: bytes, message: messages.PeerMessage) -> None:
+        now = time.monotonic()
+        if isinstance(message, messages.Hello):
+            self._greet(identity, message, now)
+            return
+        peer = self._peers.get(identity)
+        if peer is None:
+            raise ProtocolError("no_hello", "say hello first: the engine does not know this peer (any more)")
+        peer.heard_at = now
+        match message:
+            case messages.Submit():
+                self._submit(identity, peer, message)
+            case messages.Abort(request_ids):
+                for own_id in request_ids:
+                    self._commands.put(Cancel(join_id(identity, own_id)))
+            case messages.Ping(sequence):
+                self._write(identity, messages.Pong(sequence, self._step_age()))
+            case messages.StatsRequest():
+                self._commands.put(Report(identity))
+            case messages.Goodbye():
+                self._forget(identity)
+            case _:
+                assert_never(message)
+
+    def _greet(self, identity: bytes, hello: messages.Hello, now: float) -> None:
+        if hello.version != messages.PROTOCOL_VERSION:
+            raise ProtocolError(
+                "version",
+                f"the peer speaks protocol version {hello.version}, this engine speaks {messages.PROTOCOL_VERSION}: "
+                "install the same version of coldblock on both sides",
+            )
+        self._forget(identity)  # the same identity again is a peer that started anew
+        self._peers[identity] = Peer(hello.name, now)
+        self._write(identity, self._welcome)
+
+    def _submit(self, identity: bytes, peer: Peer, submit: messages.Submit) -> None:
+        if submit.request_id in peer.requests:
+            refused = messages.Refused(submit.request_id, "request_id", submit.request_id, "an id that is not in use")
+            self._write(identity, refused)
+            return
+        prompt = codec.unpack_tokens(submit.prompt)
+        peer.requests.add(submit.request_id)
+        sampling = Sampling(**msgspec.structs.asdict(submit.sampling))
+        self._commands.put(Add(join_id(identity, submit.request_id), prompt, sampling, submit.priority))
+
+    def _sweep(self, now: float) -> None:
+        """Retry full sockets, and let go of peers that have been silent for too long."""
+        for identity, peer in list(self._peers.items()):
+            if peer.backlog:
+                self._write_backlog(identity, peer)
+            if now - peer.heard_at > self._peer_timeout_s:
+                log.warning(
+                    "peer %s silent for %.0f s: its %d requests are aborted",
+                    peer.name,
+                    now - peer.heard_at,
+                    len(peer.requests),
+                )
+                self._forget(identity)
+
+    def _forget(self, identity: bytes) -> None:
+        peer = self._peers.pop(identity, None)
+        if peer is not None:
+            for own_id in peer.requests:
+                self._commands.put(Cancel(join_id(identity, own_id)))
+
+    # ------------------------------------------------------------ sending
+
+    def _deliver_all(self) -> None:
+        while self._outgoing:
+            item = self._outgoing.popleft()
+            match item:
+                case list():
+                    self._deliver(item)
+                case _ToPeer(peer, message):
+                    if isinstance(message, messages.Refused) and peer in self._peers:
+                        self._peers[peer].requests.discard(message.request_id)
+                    self._write(peer, message)
+                case messages.Stats():
+                    self._publish(sockets.TOPIC_STATS, item)
+
+    def _deliver(self, updates: list[Update]) -> None:
+        """One `Tokens` a peer; a swap event goes out in its place between a request's tokens."""
+        pending: dict[bytes, dict[str, list[Update]]] = {}
+        for update in updates:
+            peer, own_id = split_id(update.request_id)
+            if isinstance(update, SwapUpdate):
+                self._flush(peer, pending.pop(peer, {}))
+                event = self._swap_event(own_id, update)
+                self._write(peer, event)
+                self._publish(sockets.TOPIC_SWAP, event)
+            else:
+                pending.setdefault(peer, {}).setdefault(own_id, []).append(update)
+        for peer, outputs in pending.items():
+            self._flush(peer, outputs)
+
+    def _flush(self, identity: bytes, outputs: dict[str, list[Update]]) -> None:
+        peer = self._peers.get(identity)
+        if peer is None or not outputs:
+            return
+        message = messages.Tokens(tuple(tokens_out(own_id, updates) for own_id, updates in outputs.items()))
+        for output in message.outputs:
+            if output.finished is not None:
+                peer.requests.discard(output.request_id)
+        self._write(identity, message)
+
+    def _swap_event(self, own_id: str, update: SwapUpdate) -> messages.SwapEvent:
+        return messages.SwapEvent(
+            request_id=own_id,
+            phase=update.phase,
+            reason=update.reason,
+            blocks=update.blocks,
+            bytes=update.bytes,
+            seconds=update.seconds,
+            gpu_used_blocks=update.gpu_used_blocks,
+            gpu_total_blocks=self._model.num_gpu_blocks,
+            cpu_used_bytes=update.cpu_used_bytes,
+            cpu_budget_bytes=self._model.num_cpu_blocks * self._model.kv_block_bytes,
+            time=time.time(),
+            detail=update.detail,
+        )
+
+    def _publish(self, topic: bytes, message: messages.EngineMessage | messages.Stats) -> None:
+        self._publisher.send_multipart([topic, codec.encode(message)])
+
+    def _write(self, identity: bytes, message: messages.EngineMessage | messages.Stats) -> None:
+        """Send, or keep in the peer's backlog while its queue is full. Peers that never said hello get no backlog."""
+        frame = codec.encode(message)
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._try_send(identity, frame)
+            return
+        peer.backlog.append(frame)
+        self._write_backlog(identity, peer)
+        if len(peer.backlog) > MAX_BACKLOG:
+            log.warning("peer %s does not read: its %d requests are aborted", peer.name, len(peer.requests))
+            self._forget(identity)
+
+    def _write_backlog(self, identity: bytes, peer: Peer) -> None:
+        while peer.backlog and self._try_send(identity, peer.backlog[0]):
+            peer.backlog.popleft()
+
+    def _try_send(self, identity: bytes, frame: bytes) -> bool:
+        """False while the peer's queue is full. A peer that has gone is forgotten."""
+        try:
+            self._router.send_multipart([identity, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(identity)
+        return True
+
+
+def join_id(peer: bytes, own_id: str) -> str:
+    """The engine-wide id of a peer's request."""
+    return f"{peer.hex()}/{own_id}"
+
+
+def split_id(request_id: str) -> tuple[bytes, str]:
+    """Undo `join_id`."""
+    peer, _, own_id = request_id.partition("/")
+    return bytes.fromhex(peer), own_id
+
+
+def tokens_out(own_id: str, updates: list[Update]) -> messages.TokensOut:
+    """What one step brought to one request, as it travels."""
+    sampled = [update.token for update in updates if isinstance(update, TokenUpdate)]
+    with_logprobs = any(token.logprob is not None for token in sampled)
+    finished = next((update for update in updates if isinstance(update, FinishedUpdate)), None)
+    return messages.TokensOut(
+        own_id,
+        codec.pack_tokens([token.token_id for token in sampled]),
+        tuple(messages.TokenLogprob(token.logprob or 0.0, token.top) for token in sampled) if with_logprobs else None,
+        None if finished is None else _finished(finished),
+    )
+
+
+def _finished(update: FinishedUpdate) -> messages.Finished:
+    usage = messages.Usage(
+        prompt_tokens=update.prompt_tokens,
+        completion_tokens=update.completion_tokens,
+        cached_tokens=update.cached_tokens,
+        swaps=update.swaps,
+        stall_s=update.stall_s,
+        queue_s=update.queue_s,
+        prefill_s=update.prefill_s,
+        decode_s=update.decode_s,
+    )
+    return messages.Finished(update.reason, usage, update.stop_token, update.error)

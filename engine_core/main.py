@@ -1,0 +1,195 @@
+"""Run the engine-core process alone; `coldblock engine --status` prints a running engine's state as JSON.
+
+Owns: the order of start and end: settings, sockets, model, scheduler, loop. Does not know: what these do inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..protocol import messages, sockets
+from ..protocol.client import AsyncClient
+from ..protocol.errors import ColdblockError, EngineUnreachable
+from ..settings import EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE, UsageError, load, models_dir, setup_logging
+from .commands import Shutdown
+from .config import EngineSettings, StatusSettings
+from .control.scheduler import Scheduler, SchedulerConfig
+from .engine import Engine
+from .errors import EngineError
+from .ipc import IpcPort
+from .models.registry import ModelConfig, read_model_config
+from .stats import EngineStats
+
+if TYPE_CHECKING:
+    from .device.cpu_executor import CpuExecutor
+
+log = logging.getLogger(__name__)
+
+MIB = 2**20
+PROG = "coldblock engine"
+DRAIN_S = 10.0  # how long open requests may go on after SIGTERM
+
+
+def main(argv: list[str]) -> int:
+    """Run until SIGTERM or SIGINT. Returns the exit code."""
+    if "--status" in argv:
+        return print_status(load(StatusSettings, argv, prog=PROG, summary="Print a running engine's state as JSON."))
+    settings = load(EngineSettings, argv, prog=PROG, summary=__doc__.split("\n")[0])
+    setup_logging(settings.log_level)
+    try:
+        return serve(settings)
+    except UsageError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except (ColdblockError, EngineError) as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def print_status(settings: StatusSettings) -> int:
+    """`Stats` of the engine at the endpoint, as one JSON object."""
+
+    async def ask() -> messages.Stats:
+        async with AsyncClient(settings.endpoint, name="status") as client:
+            await client.ready(5.0)
+            return await client.stats(5.0)
+
+    try:
+        stats = asyncio.run(ask())
+    except EngineUnreachable as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return EXIT_UNREACHABLE
+    print(msgspec.json.format(msgspec.json.encode(stats), indent=2).decode())
+    return EXIT_OK
+
+
+def serve(settings: EngineSettings) -> int:
+    """Bind first, so that a taken endpoint is known before a model is loaded; then load, then answer."""
+    started = time.monotonic()
+    checkpoint = find_checkpoint(settings.model)
+    model_config = read_model_config(checkpoint)
+    check_against_model(settings, model_config)
+    endpoint = settings.endpoint or sockets.default_endpoint()
+    events_endpoint = settings.events_endpoint or sockets.default_events_endpoint()
+    port = IpcPort(endpoint, events_endpoint, peer_timeout_s=settings.peer_timeout_s)
+    try:
+        executor = load_executor(settings, checkpoint)
+        model = describe_model(settings, checkpoint, model_config, executor)
+        welcome = messages.Welcome(
+            version=messages.PROTOCOL_VERSION,
+            engine_id=uuid.uuid4().hex,
+            model=model,
+            events_endpoint=events_endpoint,
+            peer_timeout_s=settings.peer_timeout_s,
+        )
+        stats = EngineStats(model, welcome.engine_id, endpoint)
+        engine = Engine(Scheduler(scheduler_config(settings, model)), executor, port, stats)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: port.command(Shutdown(DRAIN_S)))
+        port.start(welcome, stats.snapshot, lambda: time.monotonic() - engine.turned_at)
+        log.info("ready after %.1f s at %s", time.monotonic() - started, endpoint)
+        engine.run()
+        executor.close()
+    finally:
+        port.close()
+    return EXIT_FAILED if port.failed else EXIT_OK
+
+
+def find_checkpoint(model: str) -> Path:
+    """The folder of a model given as a path or as the name of a fetched one."""
+    for folder in (Path(model).expanduser(), models_dir() / model):
+        if (folder / "config.json").is_file():
+            return folder.resolve()
+    raise UsageError(
+        f"MODEL: {model!r} is neither a folder with a config.json nor a fetched model in {models_dir()}; "
+        "`coldblock fetch-model` lists the names it knows"
+    )
+
+
+def check_against_model(settings: EngineSettings, model: ModelConfig) -> None:
+    """Refuse what the model cannot do, before anything is loaded."""
+    if settings.device == "cuda":
+        raise UsageError("--device: 'cuda' is not allowed: this version computes on the CPU; use auto or cpu")
+    if settings.max_model_len is not None and settings.max_model_len > model.max_position_embeddings:
+        raise UsageError(
+            f"--max-model-len: {settings.max_model_len} is not allowed: "
+            f"the model was made for at most {model.max_position_embeddings} tokens"
+        )
+
+
+def load_executor(settings: EngineSettings, checkpoint: Path) -> CpuExecutor:
+    """The executor with the model loaded. Imports torch, so it comes after everything that can refuse."""
+    from .device.config import ExecutorConfig
+    from .device.cpu_executor import CpuExecutor
+
+    offload_mb = settings.max_cpu_offload_mb if settings.cpu_offload else 0
+    executor = CpuExecutor(
+        ExecutorConfig(
+            model_path=checkpoint,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            block_size=settings.block_size,
+            num_gpu_blocks=settings.num_gpu_blocks,
+            max_model_len=settings.max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            cpu_offload_bytes=offload_mb * MIB,
+            load_format=settings.load_format,
+            compute_dtype=settings.dtype,
+            deterministic=settings.deterministic,
+            seed=settings.seed,
+            num_threads=settings.threads,
+        )
+    )
+    log.info("%s", executor.describe())
+    return executor
+
+
+def describe_model(
+    settings: EngineSettings, checkpoint: Path, model: ModelConfig, executor: CpuExecutor
+) -> messages.ModelInfo:
+    """What peers are told of the model and the pool."""
+    max_model_len = settings.max_model_len or model.max_position_embeddings
+    capacity = executor.capacity
+    return messages.ModelInfo(
+        name=settings.model,
+        path=str(checkpoint),
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        max_request_tokens=min(max_model_len, capacity.num_gpu_blocks * settings.block_size),
+        eos_token_ids=model.eos_token_ids,
+        device="cpu",
+        kv_cache_dtype=executor.kv_format,
+        kv_block_bytes=capacity.block_bytes,
+        block_size=settings.block_size,
+        num_gpu_blocks=capacity.num_gpu_blocks,
+        num_cpu_blocks=capacity.num_cpu_blocks,
+    )
+
+
+def scheduler_config(settings: EngineSettings, model: messages.ModelInfo) -> SchedulerConfig:
+    """The scheduler's frozen view of settings and capacity."""
+    return SchedulerConfig(
+        block_size=model.block_size,
+        num_gpu_blocks=model.num_gpu_blocks,
+        num_cpu_blocks=model.num_cpu_blocks,
+        block_bytes=model.kv_block_bytes,
+        max_model_len=model.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        prefix_cache=settings.prefix_cache,
+        cpu_offload=settings.cpu_offload,
+        eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
+        seed=settings.seed,
+    )

@@ -1,0 +1,242 @@
+"""What the engine says of itself: counters, gauges, latency histograms, and one row a request.
+
+Owns: the metric names and buckets, and the histograms. Does not know: how they are shown or scraped; the counters are
+the scheduler's, read when a snapshot is made.
+
+Names that dashboards already know keep their `vllm:` prefix; what only Coldblock has is prefixed `coldblock_`.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..protocol.messages import CpuOffload, Metric, ModelInfo, RequestRow, Sample, Stats, TierUse
+from .control.scheduler import Scheduler
+from .control.updates import FinishedUpdate, FinishReason, RequestView, SwapUpdate, TokenUpdate, Update
+
+# fmt: off
+TTFT_BUCKETS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+ITL_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_BUCKETS = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+COPY_BUCKETS = (.0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3, 10)
+# fmt: on
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+
+
+@dataclass
+class Histogram:
+    """Counts of observations by upper bound (the last bucket has none), and their sum. Seconds throughout."""
+
+    name: str
+    help: str
+    buckets: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.buckets) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.buckets, value)] += 1
+        self.sum += value
+
+
+@dataclass
+class _Clocked:
+    """When a live request arrived, and when its last token came."""
+
+    arrived_at: float
+    token_at: float | None = None
+
+
+class EngineStats:
+    """Meets every step (`StepMeter`) and makes `Stats` snapshots. Lives on the engine's thread."""
+
+    def __init__(
+        self, model: ModelInfo, engine_id: str, endpoint: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._model = model
+        self._engine_id = engine_id
+        self._labels = {"model_name": model.name, "engine": endpoint}
+        self._clock = clock
+        self._started_at = clock()
+        self._live: dict[str, _Clocked] = {}
+        self._step_s = 0.0
+        self._rate = _Rate(clock())
+        self.ttft = Histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self.itl = Histogram("vllm:inter_token_latency_seconds", "Between two tokens of one request.", ITL_BUCKETS)
+        self.e2e = Histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS)
+        self.queue = Histogram("vllm:request_queue_time_seconds", "Arrival to first scheduling.", REQUEST_BUCKETS)
+        self.prefill = Histogram("vllm:request_prefill_time_seconds", "Scheduling to first token.", REQUEST_BUCKETS)
+        self.decode = Histogram("vllm:request_decode_time_seconds", "First token to end.", REQUEST_BUCKETS)
+        self.tpot = Histogram(
+            "coldblock_request_inter_token_seconds", "Mean gap between a request's tokens.", ITL_BUCKETS
+        )
+        self.stall = Histogram("coldblock_request_stall_seconds", "Time a swapped request spent out.", REQUEST_BUCKETS)
+        self.offload = Histogram("coldblock_cpu_offload_seconds", "One swap-out copy.", COPY_BUCKETS)
+        self.reload = Histogram("coldblock_cpu_reload_seconds", "One swap-in copy.", COPY_BUCKETS)
+        self.step = Histogram("coldblock_step_seconds", "One engine step.", COPY_BUCKETS)
+        latencies = (self.ttft, self.itl, self.e2e, self.queue, self.prefill, self.decode)
+        self.histograms = (*latencies, self.tpot, self.stall, self.offload, self.reload, self.step)
+
+    def arrived(self, request_id: str, now: float) -> None:
+        """A request was taken."""
+        self._live[request_id] = _Clocked(now)
+
+    def stepped(self, updates: list[Update], seconds: float, now: float) -> None:
+        """A step ended with these updates after `seconds`."""
+        self.step.observe(seconds)
+        self._step_s = seconds if not self._step_s else 0.9 * self._step_s + 0.1 * seconds
+        for update in updates:
+            match update:
+                case TokenUpdate():
+                    self._token(update.request_id, now)
+                case FinishedUpdate():
+                    self._finished(update, now)
+                case SwapUpdate():
+                    self._swapped(update)
+
+    def _token(self, request_id: str, now: float) -> None:
+        self._rate.count(now)
+        clocked = self._live[request_id]
+        if clocked.token_at is None:
+            self.ttft.observe(now - clocked.arrived_at)
+        else:
+            self.itl.observe(now - clocked.token_at)
+        clocked.token_at = now
+
+    def _finished(self, update: FinishedUpdate, now: float) -> None:
+        clocked = self._live.pop(update.request_id)
+        self.e2e.observe(now - clocked.arrived_at)
+        self.queue.observe(update.queue_s)
+        self.prefill.observe(update.prefill_s)
+        self.decode.observe(update.decode_s)
+        if update.completion_tokens > 1:
+            self.tpot.observe(update.decode_s / (update.completion_tokens - 1))
+        if update.swaps:
+            self.stall.observe(update.stall_s)
+
+    def _swapped(self, update: SwapUpdate) -> None:
+        if update.phase == "swapped":
+            self.offload.observe(update.seconds)
+        elif update.phase == "resumed":
+            self.reload.observe(update.seconds)
+
+    def snapshot(self, scheduler: Scheduler, peers: int) -> Stats:
+        """The state at this moment."""
+        now = self._clock()
+        gpu = scheduler.gpu_use()
+        return Stats(
+            engine_id=self._engine_id,
+            time=time.time(),
+            uptime_s=now - self._started_at,
+            model=self._model,
+            peers=peers,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            swapped=scheduler.swapped,
+            gpu=TierUse(gpu.total, gpu.used, gpu.cached, gpu.in_flight, gpu.free),
+            cpu_offload=CpuOffload(
+                enabled=self._model.num_cpu_blocks > 0,
+                payload_bytes=scheduler.cpu_blocks_used * self._model.kv_block_bytes,
+                budget_bytes=self._model.num_cpu_blocks * self._model.kv_block_bytes,
+                max_swapped_requests=scheduler.counters.max_swapped_requests,
+                blocks=scheduler.cpu_blocks_used,
+            ),
+            step_ms=1000 * self._step_s,
+            tokens_per_s=self._rate.per_second(now),
+            requests=tuple(self._row(view) for view in scheduler.requests()),
+            metrics=tuple(self._metrics(scheduler)),
+        )
+
+    def _row(self, view: RequestView) -> RequestRow:
+        peer, _, own_id = view.request_id.partition("/")
+        return RequestRow(
+            request_id=own_id,
+            peer=peer,
+            state=view.state,
+            prompt_tokens=view.prompt_tokens,
+            generated_tokens=view.generated_tokens,
+            gpu_blocks=view.gpu_blocks,
+            cpu_blocks=view.cpu_blocks,
+            swaps=view.swaps,
+            stall_s=view.stall_s,
+            age_s=view.age_s,
+            priority=view.priority,
+        )
+
+    def _metrics(self, scheduler: Scheduler) -> list[Metric]:
+        counters, gpu = scheduler.counters, scheduler.gpu_use()
+        payload = scheduler.cpu_blocks_used * self._model.kv_block_bytes
+        budget = self._model.num_cpu_blocks * self._model.kv_block_bytes
+        own = "coldblock_"
+        counts: tuple[tuple[str, str, float], ...] = (
+            (own + "requests_swapped_total", "Swap-outs of a request.", counters.requests_swapped),
+            (own + "requests_resumed_total", "Swap-ins of a request.", counters.requests_resumed),
+            (own + "kv_cpu_offload_blocks_total", "KV blocks copied to the CPU tier.", counters.offload_blocks),
+            (own + "kv_cpu_offload_bytes_total", "Payload bytes copied to the CPU tier.", counters.offload_bytes),
+            (own + "kv_cpu_offload_failed_total", "Copies to the CPU tier that failed.", counters.offload_failed),
+            (own + "kv_cpu_offload_rejected_total", "Swaps the CPU budget forbade.", counters.offload_rejected),
+            (own + "kv_cpu_reload_blocks_total", "KV blocks copied back to the GPU pool.", counters.reload_blocks),
+            (own + "kv_cpu_reload_failed_total", "Copies to the GPU pool that failed.", counters.reload_failed),
+            ("vllm:num_preemptions_total", "Requests whose KV was dropped for recomputation.", counters.preemptions),
+            ("vllm:prompt_tokens_total", "Prompt tokens prefilled.", counters.prompt_tokens),
+            ("vllm:generation_tokens_total", "Tokens generated.", counters.generation_tokens),
+            ("vllm:prefix_cache_queries_total", "Prompt tokens looked up.", counters.prefix_queries_tokens),
+            ("vllm:prefix_cache_hits_total", "Prompt tokens found in the cache.", counters.prefix_hits_tokens),
+        )
+        gauges: tuple[tuple[str, str, float], ...] = (
+            (own + "swapped_requests", "Requests in the CPU tier, or on their way.", scheduler.swapped),
+            (own + "cpu_offload_bytes", "Payload bytes in the CPU tier.", payload),
+            (own + "cpu_offload_budget_bytes", "Most payload bytes the CPU tier may hold.", budget),
+            (own + "cpu_offload_enabled", "1 when there is a CPU tier.", float(budget > 0)),
+            (own + "max_swapped_requests", "Most requests swapped at once so far.", counters.max_swapped_requests),
+            ("vllm:num_requests_running", "Requests in the step batch.", scheduler.running),
+            ("vllm:num_requests_waiting", "Requests not yet started.", scheduler.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of GPU blocks in use, 0 to 1.", (gpu.used + gpu.in_flight) / gpu.total),
+        )
+        info = {"block_size": str(self._model.block_size), "num_gpu_blocks": str(self._model.num_gpu_blocks)}
+        finished = [self._sample(counters.finished[reason], finished_reason=reason) for reason in FINISH_REASONS]
+        return [
+            *(Metric(name, "counter", help, (self._sample(value),)) for name, help, value in counts),
+            *(Metric(name, "gauge", help, (self._sample(value),)) for name, help, value in gauges),
+            Metric("vllm:request_success_total", "counter", "Requests that ended, by reason.", tuple(finished)),
+            Metric("vllm:cache_config_info", "gauge", "Sizes of the KV pool.", (self._sample(1, **info),)),
+            *(self._histogram(histogram) for histogram in self.histograms),
+        ]
+
+    def _sample(self, value: float, **labels: str) -> Sample:
+        return Sample(value=float(value), labels={**self._labels, **labels})
+
+    def _histogram(self, histogram: Histogram) -> Metric:
+        sample = Sample(labels=self._labels, counts=tuple(histogram.counts), sum=histogram.sum)
+        return Metric(histogram.name, "histogram", histogram.help, (sample,), histogram.buckets)
+
+
+class _Rate:
+    """Tokens per second over the last whole window of about two seconds."""
+
+    WINDOW_S = 2.0
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+        self._count = 0
+        self._last = 0.0
+
+    def count(self, now: float) -> None:
+        self._turn(now)
+        self._count += 1
+
+    def per_second(self, now: float) -> float:
+        self._turn(now)
+        return self._last
+
+    def _turn(self, now: float) -> None:
+        elapsed = now - self._since
+        if elapsed >= self.WINDOW_S:
+            self._last = self._count / elapsed
+            self._since, self._count = now, 0
