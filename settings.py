@@ -14,7 +14,7 @@ import os
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import yaml
 from pydantic import Field, ValidationError
@@ -125,9 +125,13 @@ def load(settings_type: type[T], argv: list[str], *, prog: str, summary: str) ->
     `EXIT_OK` after `--help`.
     """
     try:
-        command = type(settings_type.__name__, (settings_type,), {"__doc__": summary, "__module__": __name__})
-        command.model_config["cli_prog_name"] = prog
-        return CliApp.run(command, cli_args=argv)  # type: ignore[return-value]
+        # A subclass carries the command's name and summary into --help without touching the shared class.
+        body = {
+            "__doc__": summary,
+            "__module__": settings_type.__module__,
+            "model_config": SettingsConfigDict(cli_prog_name=prog),
+        }
+        return CliApp.run(cast("type[T]", type(settings_type.__name__, (settings_type,), body)), cli_args=argv)
     except ValidationError as error:
         message = _describe(error, settings_type)
     except (SettingsError, UsageError) as error:
