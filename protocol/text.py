@@ -1,0 +1,70 @@
+"""Text to token ids and back, as tokens arrive.
+
+Owns: loading a tokenizer.json, and the incremental decoding of one answer.
+Does not know: requests, sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import ColdblockError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """The tokenizer of a checkpoint folder. Raises ColdblockError when there is none that can be read."""
+    from tokenizers import Tokenizer  # only who sends text pays for this import
+
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ColdblockError(f"no tokenizer at {path}: give tokenizer_path=FOLDER, or submit token ids instead of text")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ColdblockError(f"cannot read the tokenizer {path}: {error}; give another tokenizer_path") from error
+
+
+class TextStream:
+    """Decodes one answer piece by piece: never half a character, and nothing lost.
+
+    The pieces joined are the decoding of all ids. A window of ids is decoded anew at each push, from the last place
+    where the text was whole, so that decoders which look at neighbours (spaces, bytes) see them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._shown_ids = 0
+        self._shown_text = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new whole characters that these ids complete; "" while a character is still open."""
+        if not token_ids:
+            return ""
+        self._window.extend(token_ids)
+        text = self._decode(self._window)
+        if text.endswith(_REPLACEMENT):
+            return ""
+        return self._take(text)
+
+    def finish(self) -> str:
+        """What was held back; a character that never became whole is shown as U+FFFD."""
+        return self._take(self._decode(self._window))
+
+    def _take(self, text: str) -> str:
+        new = text[len(self._shown_text) :]
+        if new:  # ids that show nothing (special tokens) keep the context before them
+            self._window = self._window[self._shown_ids :]
+            self._shown_ids = len(self._window)
+            self._shown_text = self._decode(self._window)
+        return new
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
