@@ -1,0 +1,115 @@
+"""Settings: command line over environment over file; a wrong value is one line that names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from coldblock.engine_core.config import EngineSettings
+from coldblock.settings import load, models_dir
+
+
+def engine(*argv: str) -> EngineSettings:
+    return load(EngineSettings, ["model", *argv], prog="coldblock engine", summary="Run.")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "coldblock.yaml"
+    path.write_text("engine:\n  block-size: 32\n  seed: 5\n  kv_cache_dtype: int8\nfrontend:\n  port: 1\n")
+    return path
+
+
+def test_command_line_over_environment_over_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLDBLOCK_SEED", "6")
+    monkeypatch.setenv("COLDBLOCK_KV_CACHE_DTYPE", "fp8")
+    settings = engine("--config", str(file), "--kv-cache-dtype", "fp16")
+    assert (settings.block_size, settings.seed, settings.kv_cache_dtype) == (32, 6, "fp16")
+    monkeypatch.setenv("COLDBLOCK_CONFIG", str(file))
+    assert engine().block_size == 32
+
+
+def test_toml_is_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "coldblock.toml"
+    path.write_text("[engine]\nblock-size = 8\ncpu-offload = false\n")
+    settings = engine("--config", str(path))
+    assert (settings.block_size, settings.cpu_offload) == (8, False)
+
+
+def test_max_cache_is_another_name_of_max_model_len() -> None:
+    assert engine("--max-cache", "77").max_model_len == 77
+
+
+def test_unprefixed_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCK_SIZE", "4")
+    monkeypatch.setenv("SEED", "4")
+    assert (engine().block_size, engine().seed) == (16, 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--block-size", "x"], ["--block-size", "'x'", "integer"]),
+        (["--block-size", "0"], ["--block-size", "'0'", "1"]),
+        (["--device", "tpu"], ["--device", "'tpu'", "'cpu'"]),
+        (["--kv-cache-dtype", "int3"], ["--kv-cache-dtype", "'int3'", "fp8_e5m2"]),
+        (["--max-num-batched-tokens", "3"], ["--max-num-batched-tokens", "3", "64"]),
+        (["--nonsense", "3"], ["--nonsense"]),
+        (["--config", "/nowhere.yaml"], ["--config", "/nowhere.yaml"]),
+    ],
+)
+def test_a_wrong_value_is_one_line(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        engine(*argv)
+    assert end.value.code == 2
+    line = capsys.readouterr().err.strip()
+    assert len(line.splitlines()) == 1
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("engine:\n  blok-size: 3\n", ["blok"]),
+        ("engine: 3\n", ["engine", "table"]),
+        ("engine: [\n", ["coldblock.yaml"]),
+        ("- 1\n", ["sections"]),
+        ("engine:\n  block-size: many\n", ["--block-size", "many"]),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    tmp_path: Path, text: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "coldblock.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        engine("--config", str(path))
+    line = capsys.readouterr().err.strip()
+    assert len(line.splitlines()) == 1
+    assert all(word in line for word in words), line
+
+
+def test_models_dir_honours_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COLDBLOCK_MODELS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert models_dir() == tmp_path / "coldblock" / "models"
+    monkeypatch.setenv("COLDBLOCK_MODELS_DIR", str(tmp_path / "m"))
+    assert models_dir() == tmp_path / "m"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        ([], 2, ["usage", "serve", "fetch-model"]),
+        (["--help"], 0, ["usage", "Exit codes"]),
+        (["--version"], 0, ["coldblock"]),
+        (["frobnicate"], 2, ["frobnicate", "serve"]),
+        (["engine", "--help"], 0, ["--kv-cache-dtype", "--max-cpu-offload-mb", "MODEL"]),
+    ],
+)
+def test_the_program(argv: list[str], code: int, words: list[str]) -> None:
+    result = subprocess.run([sys.executable, "-m", "coldblock", *argv], capture_output=True, text=True, timeout=60)
+    assert result.returncode == code
+    assert all(word in result.stdout + result.stderr for word in words)
