@@ -24,7 +24,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """Copy whole blocks between the tiers: `gpu_blocks[i]` <-> `cpu_blocks[i]`. Completed by a `MoveDone` of that id."""
+    """Copy whole blocks between the tiers: `gpu_blocks[i]` <-> `cpu_blocks[i]`. A `MoveDone` of that id ends it."""
 
     move_id: int
     direction: Direction
@@ -54,8 +54,8 @@ class SampleSpec:
 class Chunk:
     """Tokens of one request to run in this step: `token_ids` sit at positions start, start+1, ...
 
-    Their K and V are written into `block_table` (GPU block ids, in order, covering positions 0 .. start+len-1), which also
-    holds what they attend to. `sample` is None for a prefill chunk that is not the prompt's last.
+    Their K and V are written into `block_table` (GPU block ids, in order, covering positions 0 .. start+len-1), which
+    also holds what they attend to. `sample` is None for a prefill chunk that is not the prompt's last.
     """
 
     request_id: str

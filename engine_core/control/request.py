@@ -1,11 +1,18 @@
 """A request: what was asked, how far it is, and the one table of its state machine.
 
-Owns: `Sampling`. Does not know: blocks, scheduling, the wire.
+Owns: `Sampling`, `Request`, and which state may follow which.
+Does not know: pools, scheduling, the wire. It carries block ids for the scheduler and never reads a pool.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .swap import Swap
+    from .updates import SwapReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +32,139 @@ class Sampling:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+
+    @property
+    def penalizes(self) -> bool:
+        """True when the choice of the next token depends on which tokens came before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class State(Enum):
+    """Where a request is. It runs in PREFILL and DECODE; in the three swap states its KV is away or on its way."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SWAPPING_OUT = "swapping_out"
+    SWAPPED = "swapped"
+    SWAPPING_IN = "swapping_in"
+    FINISHED = "finished"
+
+
+class Event(Enum):
+    """What can happen to a request. PREEMPT drops its KV for recomputation; FINISH is any end, an abort included."""
+
+    ADMIT = "admit"
+    PREFILL_DONE = "prefill_done"
+    SWAP_OUT = "swap_out"
+    OUT_DONE = "out_done"
+    OUT_FAILED = "out_failed"
+    SWAP_IN = "swap_in"
+    IN_DONE = "in_done"
+    IN_FAILED = "in_failed"
+    PREEMPT = "preempt"
+    FINISH = "finish"
+
+
+BEFORE_SWAP = None
+"""As a target in TRANSITIONS: the state the request had when its swap began, PREFILL or DECODE."""
+
+TRANSITIONS: dict[tuple[State, Event], State | None] = {
+    (State.WAITING, Event.ADMIT): State.PREFILL,
+    (State.WAITING, Event.FINISH): State.FINISHED,
+    (State.PREFILL, Event.PREFILL_DONE): State.DECODE,
+    (State.PREFILL, Event.SWAP_OUT): State.SWAPPING_OUT,
+    (State.PREFILL, Event.PREEMPT): State.WAITING,
+    (State.PREFILL, Event.FINISH): State.FINISHED,
+    (State.DECODE, Event.SWAP_OUT): State.SWAPPING_OUT,
+    (State.DECODE, Event.PREEMPT): State.WAITING,
+    (State.DECODE, Event.FINISH): State.FINISHED,
+    (State.SWAPPING_OUT, Event.OUT_DONE): State.SWAPPED,
+    (State.SWAPPING_OUT, Event.OUT_FAILED): BEFORE_SWAP,
+    (State.SWAPPING_OUT, Event.FINISH): State.FINISHED,
+    (State.SWAPPED, Event.SWAP_IN): State.SWAPPING_IN,
+    (State.SWAPPED, Event.PREEMPT): State.WAITING,
+    (State.SWAPPED, Event.FINISH): State.FINISHED,
+    (State.SWAPPING_IN, Event.IN_DONE): BEFORE_SWAP,
+    (State.SWAPPING_IN, Event.IN_FAILED): State.SWAPPED,
+    (State.SWAPPING_IN, Event.FINISH): State.FINISHED,
+}
+
+
+class IllegalTransition(RuntimeError):
+    """An event arrived that the current state does not allow: a fault in the scheduler, never in a request."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One live request. `tokens` is prompt and answer so far; `computed_tokens` of them have their KV in blocks.
+
+    The KV of token i lies in block i // block_size of `block_table`, or of `swap` while the request is swapped out.
+    Times are seconds of the scheduler's clock. Everything but `block_table` survives a swap; a recompute resets
+    `computed_tokens` and keeps `tokens`, so that no token is emitted twice.
+    """
+
+    request_id: str
+    tokens: list[int]
+    prompt_length: int
+    sampling: Sampling
+    seed: int
+    max_tokens: int
+    end_tokens: tuple[int, ...]
+    priority: int
+    arrival: int
+    arrived_at: float
+
+    state: State = State.WAITING
+    state_before_swap: State | None = None
+    computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    swap: Swap | None = None
+    swap_reason: SwapReason = "growth"
+
+    digests: list[bytes] = field(default_factory=list)
+    indexed_blocks: int = 0
+    cached_tokens: int = 0
+    tokens_at_admission: int = 0
+
+    last_active_time: float = 0.0
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    swapped_since: float | None = None
+    stall_s: float = 0.0
+
+    swaps: int = 0
+    growth_swaps: int = 0
+    copy_failures: int = 0
+    gave_way: bool = False
+    denied_room: bool = False
+    preempted: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is still to be computed: the rest of the prefill, or 1 in DECODE."""
+        return len(self.tokens) - self.computed_tokens
+
+    def on(self, event: Event) -> None:
+        """Move to the state that TRANSITIONS gives. Raises IllegalTransition for a pair that is not in it."""
+        try:
+            target = TRANSITIONS[self.state, event]
+        except KeyError:
+            raise IllegalTransition(f"request {self.request_id!r}: {event.name} in state {self.state.name}") from None
+        if event is Event.SWAP_OUT:
+            self.state_before_swap = self.state
+        if target is BEFORE_SWAP:
+            target, self.state_before_swap = self.state_before_swap, None
+        assert target is not None
+        self.state = target
+
+    def end_stall(self, now: float) -> None:
+        """Book the time since the swap-out began, if one did."""
+        if self.swapped_since is not None:
+            self.stall_s += now - self.swapped_since
+            self.swapped_since = None

@@ -1,0 +1,63 @@
+"""Which block holds the KV of which token prefix: a hash chain over full blocks.
+
+Owns: the map from a chain digest to the block that holds it, both ways.
+Does not know: reference counts and eviction (`block_pool`), or when tokens have been computed (`scheduler`).
+
+A block's digest covers its tokens and, through its parent's digest, every token before it. Digests are
+blake2b of 16 bytes, so that two prefixes never share KV by accident or on purpose.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+DIGEST_BYTES = 16
+
+
+class PrefixIndex:
+    """Digest of a full block's prefix -> block id."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._digest_of
+
+    def extend_chain(self, digests: list[bytes], tokens: Sequence[int], full_blocks: int) -> None:
+        """Append to `digests` until it covers the first `full_blocks` blocks of `tokens`."""
+        size = self._block_size
+        for start in range(len(digests) * size, full_blocks * size, size):
+            content = array("I", tokens[start : start + size]).tobytes()
+            parent = digests[-1] if digests else b""
+            digests.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
+
+    def match(self, digests: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest indexed beginning of a chain."""
+        blocks = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def insert(self, digest: bytes, block: int) -> bool:
+        """Say that `block` holds the prefix. False when another block already does: that one stays the answer."""
+        if digest in self._block_of:
+            return self._block_of[digest] == block
+        self._block_of[digest] = block
+        self._digest_of[block] = digest
+        return True
+
+    def drop(self, block: int) -> None:
+        """Forget what `block` holds; a block that is not indexed is ignored."""
+        digest = self._digest_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]

@@ -1,0 +1,104 @@
+"""What the scheduler reports: updates of single requests, totals, and views for monitors.
+
+Owns: these data classes. Does not know: how they come about, nor the messages they become.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .plan import SampledToken
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "rejected"]
+SwapReason = Literal["admission", "growth", "resume"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUpdate:
+    """One new token of a request's answer."""
+
+    request_id: str
+    token: SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedUpdate:
+    """A request's end; nothing follows it. Seconds are durations by the clock, time spent swapped out included.
+
+    `queue_s`: arrival to admission; `prefill_s`: admission to the first token; `decode_s`: first token to the end.
+    """
+
+    request_id: str
+    reason: FinishReason
+    stop_token: int | None
+    error: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    swaps: int
+    stall_s: float
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwapUpdate:
+    """One move of a request's blocks, begun, ended or not made. Tier use is counted after it.
+
+    `seconds` is the copy's duration for "swapped" and "resumed". "rejected" covers what the budget did not allow and
+    copies that failed: `detail` says which, `blocks` and `bytes` are 0.
+    """
+
+    request_id: str
+    phase: SwapPhase
+    reason: SwapReason
+    blocks: int
+    bytes: int
+    seconds: float
+    gpu_used_blocks: int
+    cpu_used_bytes: int
+    detail: str = ""
+
+
+Update = TokenUpdate | FinishedUpdate | SwapUpdate
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; they only grow."""
+
+    requests_swapped: int = 0
+    requests_resumed: int = 0
+    offload_blocks: int = 0
+    offload_bytes: int = 0
+    offload_failed: int = 0
+    offload_rejected: int = 0
+    reload_blocks: int = 0
+    reload_failed: int = 0
+    max_swapped_requests: int = 0
+    preemptions: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One live request as a monitor shows it."""
+
+    request_id: str
+    state: str
+    prompt_tokens: int
+    generated_tokens: int
+    gpu_blocks: int
+    cpu_blocks: int
+    swaps: int
+    stall_s: float
+    age_s: float
+    priority: int

@@ -1,0 +1,74 @@
+"""What a request may ask for. Refuses at once, with the numbers, what is out of range or can never fit.
+
+Owns: the ranges, and `Refusal`. Does not know: the requests that are already there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .request import Sampling
+
+MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_ADDITIVE_PENALTY = 2.0
+MAX_LOGPROBS = 20
+SEED_LIMIT = 2**63
+
+
+class Refusal(Exception):
+    """A request that is not taken: which field, what it was, what is allowed."""
+
+    def __init__(self, field: str, value: str, allowed: str) -> None:
+        super().__init__(f"{field} is {value}; allowed: {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+def check_prompt(
+    prompt: Sequence[int], vocab_size: int, max_model_len: int, num_gpu_blocks: int, block_size: int
+) -> None:
+    """Raise Refusal for a prompt that is empty, has unknown token ids, or leaves no room for one answer token."""
+    if not prompt:
+        raise Refusal("prompt", "empty", "at least 1 token")
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab_size:
+            raise Refusal("prompt", f"token id {token}", f"token ids 0 to {vocab_size - 1}")
+    pool_tokens = num_gpu_blocks * block_size
+    if len(prompt) >= min(max_model_len, pool_tokens):
+        needed = -(-(len(prompt) + 1) // block_size)
+        raise Refusal(
+            "prompt",
+            f"{len(prompt)} tokens, which need {needed} blocks of {block_size} with one more token",
+            f"at most {min(max_model_len, pool_tokens) - 1} tokens: max_model_len is {max_model_len}, "
+            f"the KV pool has {num_gpu_blocks} blocks",
+        )
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """Raise Refusal for the first sampling value that is out of its range; a NaN is out of every range."""
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        raise Refusal("max_tokens", str(sampling.max_tokens), "at least 1")
+    most = math.inf if sampling.max_tokens is None else sampling.max_tokens
+    ranges: tuple[tuple[str, float | None, float, float], ...] = (
+        ("min_tokens", sampling.min_tokens, 0, most),
+        ("temperature", sampling.temperature, 0.0, MAX_TEMPERATURE),
+        ("top_k", sampling.top_k, 0, math.inf),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("seed", sampling.seed, -SEED_LIMIT, SEED_LIMIT - 1),
+        ("presence_penalty", sampling.presence_penalty, -MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
+        ("frequency_penalty", sampling.frequency_penalty, -MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
+        ("logprobs", sampling.logprobs, 0, MAX_LOGPROBS),
+        *(("stop_token_ids", token, 0, vocab_size - 1) for token in sampling.stop_token_ids),
+    )
+    for name, value, low, high in ranges:
+        if value is not None and not low <= value <= high:
+            raise Refusal(name, str(value), f"at least {low}" if high == math.inf else f"{low} to {high}")
+    for name, value, high in (
+        ("top_p", sampling.top_p, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, MAX_REPETITION_PENALTY),
+    ):
+        if not 0.0 < value <= high:
+            raise Refusal(name, str(value), f"above 0, at most {high}")

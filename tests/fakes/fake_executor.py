@@ -1,0 +1,163 @@
+"""An executor without tensors: it writes a fingerprint into every slot and checks every page that it is given.
+
+A slot holds (token, fingerprint of the whole prefix up to it). The next token is a function of the prefix alone, so
+`expected_tokens` knows a request's text without any scheduler, and one lost, doubled or foreign token changes all that
+follows. Copies may take any number of steps, end in any order, and fail; content moves when a copy ends, so whoever
+touches its blocks too early is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from coldblock.engine_core.control.plan import (
+    BlockMove,
+    Chunk,
+    Direction,
+    MoveDone,
+    SampledToken,
+    StepPlan,
+    StepResult,
+)
+from coldblock.engine_core.device.executor import Capacity
+
+COPY_SECONDS = 0.001
+Slot = tuple[int, int] | None
+Block = list[Slot]
+
+
+def next_token(prefix_fingerprint: int, vocab_size: int, banned: Collection[int] = ()) -> int:
+    token = prefix_fingerprint % vocab_size
+    while token in banned:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+    """The first `count` tokens of the answer to `prompt`, if nothing ends it earlier."""
+    fingerprint = 0
+    for token in prompt:
+        fingerprint = hash((fingerprint, token))
+    answer = []
+    for _ in range(count):
+        answer.append(next_token(fingerprint, vocab_size))
+        fingerprint = hash((fingerprint, answer[-1]))
+    return answer
+
+
+@dataclass
+class Copy:
+    move: BlockMove
+    steps_left: int
+    fails: bool
+
+
+class FakeExecutor:
+    """`delay(move)`: steps a copy outlives the one that began it. `fails(move)`: it ends with an error.
+
+    `failing` requests get no token but an error, as if their logits were not finite. `plans` keeps every plan.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        block_size: int,
+        vocab_size: int,
+        *,
+        delay: Callable[[BlockMove], int] = lambda move: 0,
+        fails: Callable[[BlockMove], bool] = lambda move: False,
+    ) -> None:
+        self.capacity = capacity
+        self.failing: set[str] = set()
+        self.plans: list[StepPlan] = []
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._delay = delay
+        self._fails = fails
+        self._gpu: list[Block] = [[None] * block_size for _ in range(capacity.num_gpu_blocks)]
+        self._cpu: list[Block] = [[None] * block_size for _ in range(capacity.num_cpu_blocks)]
+        self._copies: dict[int, Copy] = {}
+        self._result: StepResult | None = None
+
+    def begin_step(self, plan: StepPlan) -> None:
+        assert self._result is None, "the step before has not been completed"
+        assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks), "two chunks of one request"
+        self.plans.append(plan)
+        for move in plan.moves:
+            self._begin_copy(move)
+        # All of a step's chunks may run at once: nobody may read what another one writes.
+        written = [block for chunk in plan.chunks for block in self._written_blocks(chunk)]
+        read = {block for chunk in plan.chunks for block in chunk.block_table[: chunk.start // self._block_size]}
+        assert len(set(written)) == len(written) and not read & set(written), "a block is written and shared"
+        tokens, failed = {}, {}
+        for chunk in plan.chunks:
+            token = self._run(chunk)
+            if chunk.request_id in self.failing:
+                failed[chunk.request_id] = "logits are not finite"
+            elif token is not None:
+                tokens[chunk.request_id] = token
+        self._result = StepResult(plan.step, tokens, failed, self._end_copies(), COPY_SECONDS)
+
+    def complete_step(self) -> StepResult:
+        assert self._result is not None, "no step has begun"
+        result, self._result = self._result, None
+        return result
+
+    def close(self) -> None:
+        self._copies.clear()
+
+    def _written_blocks(self, chunk: Chunk) -> tuple[int, ...]:
+        return chunk.block_table[chunk.start // self._block_size :]
+
+    def _run(self, chunk: Chunk) -> SampledToken | None:
+        """Check that the pages hold one unbroken prefix, write the chunk's slots, and sample when asked to."""
+        size = self._block_size
+        end = chunk.start + len(chunk.token_ids)
+        assert len(chunk.block_table) == -(-end // size), f"{chunk} covers {len(chunk.block_table)} blocks"
+        assert len(set(chunk.block_table)) == len(chunk.block_table), f"{chunk} names a block twice"
+        arriving = self._blocks_of(Direction.IN)
+        leaving = self._blocks_of(Direction.OUT)
+        assert not arriving & set(chunk.block_table), f"{chunk} reads blocks that are still being copied in"
+        assert not leaving & set(self._written_blocks(chunk)), f"{chunk} writes blocks that are still being copied out"
+        fingerprint = 0
+        for position in range(chunk.start):
+            slot = self._gpu[chunk.block_table[position // size]][position % size]
+            assert slot is not None and slot[1] == hash((fingerprint, slot[0])), f"{chunk}: foreign KV at {position}"
+            fingerprint = slot[1]
+        for position, token in enumerate(chunk.token_ids, start=chunk.start):
+            fingerprint = hash((fingerprint, token))
+            self._gpu[chunk.block_table[position // size]][position % size] = (token, fingerprint)
+        if chunk.sample is None:
+            return None
+        return SampledToken(next_token(fingerprint, self._vocab_size, chunk.sample.banned))
+
+    def _blocks_of(self, direction: Direction) -> set[int]:
+        copies = self._copies.values()
+        return {block for copy in copies if copy.move.direction is direction for block in copy.move.gpu_blocks}
+
+    def _begin_copy(self, move: BlockMove) -> None:
+        assert move.move_id not in self._copies and len(move.gpu_blocks) == len(move.cpu_blocks) > 0
+        busy_cpu = {block for copy in self._copies.values() for block in copy.move.cpu_blocks}
+        assert not busy_cpu & set(move.cpu_blocks), f"{move} takes CPU blocks of another copy"
+        assert not self._blocks_of(Direction.IN) & set(move.gpu_blocks), f"{move} takes blocks being copied in"
+        if move.direction is Direction.IN:
+            assert not self._blocks_of(Direction.OUT) & set(move.gpu_blocks), f"{move} overwrites a block being read"
+        self._copies[move.move_id] = Copy(move, self._delay(move), self._fails(move))
+
+    def _end_copies(self) -> tuple[MoveDone, ...]:
+        done = []
+        for copy in list(self._copies.values()):
+            if copy.steps_left > 0:
+                copy.steps_left -= 1
+                continue
+            del self._copies[copy.move.move_id]
+            self._copy_content(copy)
+            done.append(MoveDone(copy.move.move_id, COPY_SECONDS, "injected" if copy.fails else None))
+        return tuple(done)
+
+    def _copy_content(self, copy: Copy) -> None:
+        for gpu, cpu in zip(copy.move.gpu_blocks, copy.move.cpu_blocks, strict=True):
+            out = copy.move.direction is Direction.OUT
+            source, target = (self._gpu[gpu], self._cpu[cpu]) if out else (self._cpu[cpu], self._gpu[gpu])
+            target[:] = [None] * self._block_size if copy.fails else source

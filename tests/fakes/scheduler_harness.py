@@ -1,0 +1,158 @@
+"""A scheduler and a fake executor, run step by step, with the block counts of both tiers checked after every one."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from coldblock.engine_core.control.plan import BlockMove, StepPlan
+from coldblock.engine_core.control.request import Request, Sampling, State
+from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
+from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
+from coldblock.engine_core.device.executor import Capacity
+from fake_executor import FakeExecutor, expected_tokens
+
+VOCAB = 997
+EOS = 996
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """Sizes for tests: 16-token blocks, roomy tiers; `changes` replaces any of them."""
+    values: dict[str, object] = {
+        "block_size": 16,
+        "num_gpu_blocks": 64,
+        "num_cpu_blocks": 64,
+        "block_bytes": 1000,
+        "max_model_len": 4096,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 256,
+        "prefill_chunk_tokens": 64,
+        "prefix_cache": False,
+        "cpu_offload": True,
+        "eos_token_ids": (EOS,),
+        "vocab_size": VOCAB,
+        "seed": 0,
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Clock:
+    """Time that passes only between steps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Harness:
+    """Runs a scheduler against a `FakeExecutor`, keeps its updates by request, and knows what each text must be."""
+
+    def __init__(
+        self,
+        *,
+        delay: Callable[[BlockMove], int] = lambda move: 0,
+        fails: Callable[[BlockMove], bool] = lambda move: False,
+        **changes: object,
+    ) -> None:
+        self.config = config(**changes)
+        self.clock = Clock()
+        self.scheduler = Scheduler(self.config, self.clock)
+        capacity = Capacity(self.config.num_gpu_blocks, self.config.num_cpu_blocks, self.config.block_bytes)
+        self.executor = FakeExecutor(capacity, self.config.block_size, VOCAB, delay=delay, fails=fails)
+        self.prompts: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.finished: dict[str, FinishedUpdate] = {}
+        self.swaps: list[SwapUpdate] = []
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int | None = 8, **sampling: object) -> None:
+        sampling.setdefault("ignore_eos", True)
+        self.scheduler.add(request_id, prompt, Sampling(max_tokens=max_tokens, **sampling))  # type: ignore[arg-type]
+        self.prompts[request_id] = list(prompt)
+
+    def step(self) -> StepPlan | None:
+        """One turn of the step loop; None when the scheduler had nothing to do."""
+        self.clock.now += 0.01
+        plan = self.scheduler.plan()
+        check_invariants(self.scheduler)
+        if plan is not None:
+            self.executor.begin_step(plan)
+            self.scheduler.apply(self.executor.complete_step())
+        self.collect(self.scheduler.drain())
+        check_invariants(self.scheduler)
+        return plan
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Step until nothing is left, then check that nothing is left behind and every text is right."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work():
+                break
+            assert self.step() is not None, f"work, but no plan: {self.scheduler.requests()}"
+        assert not self.scheduler.has_work(), f"not finished after {max_steps} steps: {self.scheduler.requests()}"
+        self.check_drained()
+
+    def run_until(self, condition: Callable[[], bool], max_steps: int = 1000) -> None:
+        for _ in range(max_steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"not reached in {max_steps} steps: {self.scheduler.requests()}")
+
+    def collect(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            if isinstance(update, SwapUpdate):
+                self.swaps.append(update)
+                continue
+            assert update.request_id not in self.finished, f"{update} after the end"
+            if isinstance(update, TokenUpdate):
+                self.tokens[update.request_id].append(update.token.token_id)
+            else:
+                self.finished[update.request_id] = update
+
+    def check_drained(self) -> None:
+        gpu, cpu = self.scheduler.gpu_use(), self.scheduler.cpu_use()
+        assert (gpu.used, gpu.in_flight, gpu.free + gpu.cached) == (0, 0, gpu.total)
+        assert (cpu.used, cpu.in_flight, cpu.free) == (0, 0, cpu.total)
+        assert self.scheduler.requests() == [] and self.finished.keys() == self.prompts.keys()
+        for request_id, update in self.finished.items():
+            self.check_text(request_id)
+            assert update.completion_tokens == len(self.tokens[request_id])
+
+    def check_text(self, request_id: str) -> None:
+        tokens = self.tokens[request_id]
+        assert tokens == expected_tokens(self.prompts[request_id], len(tokens), VOCAB)
+
+    def request(self, request_id: str) -> Request:
+        return self.scheduler._requests[request_id]
+
+    def state(self, request_id: str) -> State:
+        return self.request(request_id).state
+
+    def phases(self, phase: str) -> list[str]:
+        return [swap.request_id for swap in self.swaps if swap.phase == phase]
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Count both tiers anew from the requests' tables and the swaps, and compare with what the pools say."""
+    live = list(scheduler._requests.values())
+    swaps = set(scheduler._swaps._copying.values()) | {r.swap for r in live if r.swap is not None}
+    gpu = Counter(block for request in live for block in request.block_table)
+    gpu.update(block for swap in swaps for block in (*swap.gpu_blocks, *swap.room))
+    cpu = Counter(block for swap in swaps for block in swap.cpu_blocks)
+    for pool, refs, ends in (
+        (scheduler._gpu, gpu, [swap.gpu_blocks for swap in swaps if swap.move_id is not None]),
+        (scheduler._cpu, cpu, [swap.cpu_blocks for swap in swaps if swap.move_id is not None]),
+    ):
+        assert {block: pool.refs(block) for block in range(pool.total) if pool.refs(block)} == refs
+        assert pool._held == Counter(block for blocks in ends for block in blocks)
+        free, cached = pool._free, set(pool._cached)
+        assert len(set(free)) == len(free), "a block is free twice"
+        assert not set(free) & refs.keys() and not cached & refs.keys() and not set(free) & cached
+        assert len(free) + len(cached) + len(refs) == pool.total, "blocks are lost"
+        use = pool.use()
+        assert use.used + use.cached + use.in_flight + use.free == use.total == pool.total
+        assert use.in_flight == len(pool._held) and use.cached == len(cached)
+    assert set(scheduler._index._digest_of) == scheduler._gpu._kept
+    in_sets = [*scheduler._waiting, *scheduler._running.values(), *scheduler._swapped.values()]
+    assert sorted(r.request_id for r in in_sets) == sorted(scheduler._requests)
