@@ -1,0 +1,136 @@
+"""One forward pass over several requests' chunks: its index tensors, and attention over the pages.
+
+Owns: `PagedBatch`, which lives for one forward pass. Does not know: models, sampling, how chunks were chosen.
+
+Chunks of one token (decode) are attended together in groups of similar length, longer chunks one by one. All indices are
+computed once and serve every layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..control.plan import Chunk
+from ...kernels import reference
+from .kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows [first, last) of the batch whose pages are gathered at once by `planes`, in order (K or V, row, head, page).
+
+    `bias` is None for one chunk of many tokens, which starts at position `start`.
+    """
+
+    first: int
+    last: int
+    planes: Tensor
+    bias: Tensor | None
+    start: int
+
+
+class PagedBatch:
+    """`chunks` in the order in which their tokens lie in the batch: decode chunks first, longest context first."""
+
+    def __init__(self, pool: KVPool, chunks: Sequence[Chunk]) -> None:
+        self._pool = pool
+        self.chunks = sorted(chunks, key=lambda c: (len(c.token_ids) > 1, -len(c.block_table)))
+        tokens, positions, blocks = [], [], []
+        for chunk in self.chunks:
+            span = range(chunk.start, chunk.start + len(chunk.token_ids))
+            tokens.extend(chunk.token_ids)
+            positions.extend(span)
+            blocks.extend([chunk.block_table[position // pool.block_size] for position in span])
+        self.token_ids = torch.tensor(tokens)
+        self.positions = torch.tensor(positions)
+        self._write_planes = pool.plane_numbers(torch.tensor(blocks))
+        self._write_slots = (self.positions % pool.block_size)[:, None]
+        self._groups = self._make_groups()
+        self._clear_new_tail_blocks()
+
+    def last_rows(self) -> list[int]:
+        """The batch row of each chunk's last token, in the order of `chunks`."""
+        ends, row = [], 0
+        for chunk in self.chunks:
+            row += len(chunk.token_ids)
+            ends.append(row - 1)
+        return ends
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Store kv [T, 2G, D], then attend q [T, H, D] to each row's context -> [T, H*D]; all fp32."""
+        pool, shape = self._pool, self._pool.shape
+        planes = pool.layer(layer)
+        pool.format.write(planes, self._write_planes, self._write_slots, kv)
+        outputs = []
+        for group in self._groups:
+            pages = pool.format.read(planes.index_select(0, group.planes))
+            rows = group.last - group.first if group.bias is not None else 1
+            keys, values = pages.view(2, rows, shape.num_kv_heads, -1, shape.head_dim)
+            queries = q[group.first : group.last]
+            if group.bias is not None:
+                outputs.append(reference.attend_one(queries, keys, values, group.bias))
+            else:
+                end = group.start + len(queries)
+                outputs.append(reference.attend_many(queries, keys[0, :, :end], values[0, :, :end], group.start))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _make_groups(self) -> list[_Group]:
+        groups, first = [], 0
+        pending: list[Chunk] = []
+        for chunk in self.chunks:
+            if pending and (len(chunk.token_ids) > 1 or 2 * self._pages(chunk) <= self._pages(pending[0])):
+                groups.append(self._decode_group(first, pending))
+                first += len(pending)
+                pending = []
+            if len(chunk.token_ids) > 1:
+                groups.append(self._prefill_group(first, chunk))
+                first += len(chunk.token_ids)
+            else:
+                pending.append(chunk)
+        if pending:
+            groups.append(self._decode_group(first, pending))
+        return groups
+
+    def _pages(self, chunk: Chunk) -> int:
+        """Pages that hold the chunk's context; the block table may be longer."""
+        return math.ceil((chunk.start + len(chunk.token_ids)) / self._pool.block_size)
+
+    def _decode_group(self, first: int, chunks: Sequence[Chunk]) -> _Group:
+        """Shorter contexts are padded with their own first page, so that nobody's values but their own are touched."""
+        pages = [self._pages(chunk) for chunk in chunks]
+        longest = max(pages)
+        tables = [
+            (*chunk.block_table[:n], *[chunk.block_table[0]] * (longest - n))
+            for chunk, n in zip(chunks, pages, strict=True)
+        ]
+        lengths = torch.tensor([chunk.start + 1 for chunk in chunks])
+        past_end = torch.arange(longest * self._pool.block_size) >= lengths[:, None]
+        bias = torch.zeros(past_end.shape).masked_fill_(past_end, -math.inf)
+        per_head = bias[:, None, None].expand(-1, self._pool.shape.num_kv_heads, -1, -1).flatten(0, 1)
+        return _Group(first, first + len(chunks), self._gather_order(tables), per_head, 0)
+
+    def _prefill_group(self, first: int, chunk: Chunk) -> _Group:
+        table = chunk.block_table[: self._pages(chunk)]
+        return _Group(first, first + len(chunk.token_ids), self._gather_order([table]), None, chunk.start)
+
+    def _gather_order(self, tables: Sequence[Sequence[int]]) -> Tensor:
+        """Plane numbers in the order (K or V, row, head, page)."""
+        numbers = self._pool.plane_numbers(torch.tensor(tables))
+        rows, pages, _ = numbers.shape
+        return numbers.view(rows, pages, 2, -1).permute(2, 0, 3, 1).reshape(-1)
+
+    def _clear_new_tail_blocks(self) -> None:
+        """Zero the blocks that this pass begins and does not fill: whole pages are read, and a masked NaN is still a NaN."""
+        new = []
+        for chunk in self.chunks:
+            end = chunk.start + len(chunk.token_ids)
+            first_of_last_page = (end - 1) // self._pool.block_size * self._pool.block_size
+            if end % self._pool.block_size and chunk.start <= first_of_last_page:
+                new.append(chunk.block_table[first_of_last_page // self._pool.block_size])
+        if new:
+            self._pool.clear(new)

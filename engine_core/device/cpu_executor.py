@@ -1,0 +1,175 @@
+"""The executor on the CPU: one model, one pool, steps one after another.
+
+Owns: the loaded model, the pool, the transfers. Does not know: requests beyond one step, scheduling, sockets.
+
+A step is computed when it begins, so `complete_step` only polls the copies. With `deterministic` every token is a forward
+pass of its own: all shapes then follow from that token's context, and so does every bit of its result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..control.plan import Chunk, StepPlan, StepResult
+from ..errors import MemoryBudgetError
+from ..kv_layout import ComputeDtype, paged_kv_block_bytes, resolve_kv_cache_dtype
+from ..models.layers import Decoder
+from ..models.registry import ModelConfig, read_model_config
+from ..models.weights import Checkpoint, DummyCheckpoint, load_decoder
+from .batch import PagedBatch
+from .config import ExecutorConfig
+from .executor import Capacity
+from .kv_pool import KVPool
+from .memory import available_memory
+from .sampler import Sampler
+from .transfer import Transfers
+
+_MOST_POOL_BYTES = 4 << 30
+
+
+class CpuExecutor:
+    """See `executor.Executor`. Raises CheckpointError, MemoryBudgetError and ValueError (KV dtype) at construction."""
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self._config = config
+        self.model_config = read_model_config(config.model_path)
+        compute = _compute_dtype(config, self.model_config)
+        self.kv_format = resolve_kv_cache_dtype(config.kv_cache_dtype, compute)
+        self._max_len = config.max_model_len or self.model_config.max_position_embeddings
+        block_bytes = paged_kv_block_bytes(self.model_config.kv_shape, config.block_size, self.kv_format)
+        with torch.inference_mode():
+            self._model = self._load(compute)
+            self.capacity = self._size(block_bytes)
+            self._pool = KVPool(
+                self.model_config.kv_shape,
+                config.block_size,
+                self.kv_format,
+                self.capacity.num_gpu_blocks,
+                self.capacity.num_cpu_blocks,
+            )
+        self._transfers = Transfers(self._pool)
+        self._sampler = Sampler(self.model_config.tokenizer_vocab_size)
+        self._result: StepResult | None = None
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Begin the plan's copies, then run its chunks."""
+        begun = time.perf_counter()
+        self._transfers.begin(plan.moves)
+        with torch.inference_mode():
+            sampled, logits = self._forward(plan.chunks)
+            tokens, failed = self._sampler.sample(sampled, logits)
+        self._result = StepResult(plan.step, tokens, failed, (), time.perf_counter() - begun)
+
+    def complete_step(self) -> StepResult:
+        """The step's tokens, and the copies that ended since the last call."""
+        result, self._result = self._result, None
+        if result is None:
+            raise RuntimeError("complete_step without begin_step")
+        return replace(result, moves_done=self._transfers.poll())
+
+    def close(self) -> None:
+        """Nothing is held beyond memory."""
+
+    def describe(self) -> dict[str, str | int]:
+        """What was loaded and the memory it takes, for the line at start."""
+        capacity, block = self.capacity, self.capacity.block_bytes
+        return {
+            "model": self.model_config.architecture.names[0],
+            "weights_bytes": self._model.nbytes(),
+            "kv_format": self.kv_format,
+            "kv_blocks": capacity.num_gpu_blocks,
+            "kv_bytes": capacity.num_gpu_blocks * block,
+            "cpu_tier_blocks": capacity.num_cpu_blocks,
+            "cpu_tier_bytes": capacity.num_cpu_blocks * block,
+            "threads": torch.get_num_threads(),
+        }
+
+    def _forward(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
+        """Run the chunks; the ones to be sampled, and their logits, one row each."""
+        if self._config.deterministic:
+            passes = [self._pass([one]) for chunk in chunks for one in _single_tokens(chunk)]
+        else:
+            passes = [self._pass(chunks)] if chunks else []
+        logits = [rows for _, rows in passes if len(rows)]
+        return [chunk for sampled, _ in passes for chunk in sampled], torch.cat(logits) if logits else torch.empty(0, 0)
+
+    def _pass(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
+        batch = PagedBatch(self._pool, chunks)
+        hidden = self._model.forward(batch.token_ids, batch.positions, batch.attend)
+        ends = [(chunk, row) for chunk, row in zip(batch.chunks, batch.last_rows(), strict=True) if chunk.sample]
+        if not ends:
+            return [], hidden[:0]
+        return [chunk for chunk, _ in ends], self._model.logits(hidden[[row for _, row in ends]])
+
+    def _load(self, compute: ComputeDtype) -> Decoder:
+        """The model, its linears in the width that this CPU multiplies fastest."""
+        config, options = self.model_config, self._config
+        dtype = torch.bfloat16 if compute == "bf16" and _multiplies_bf16() else torch.float32
+        dummy = options.load_format == "dummy"
+        source = DummyCheckpoint(config, options.seed) if dummy else Checkpoint(config.path)
+        copies = not options.deterministic and _linear_elements(config) * dtype.itemsize < available_memory() // 4
+        return load_decoder(
+            config,
+            source,
+            linear_dtype=dtype,
+            four_bit=compute != "fp32",
+            dense_copies=copies,
+            positions=self._max_len,
+        )
+
+    def _size(self, block_bytes: int) -> Capacity:
+        """Blocks per tier. Without a count, the pool takes its share of what is free, or less where less is useful."""
+        options, free = self._config, available_memory()
+        cpu_bytes = options.cpu_offload_bytes
+        if cpu_bytes > free:
+            raise MemoryBudgetError(
+                "--max-cpu-offload-mb", f"{cpu_bytes >> 20} MiB of RAM wanted, {free >> 20} MiB are free"
+            )
+        blocks = options.num_gpu_blocks
+        if blocks is None:
+            room = min(int((free - cpu_bytes) * options.gpu_memory_utilization), _MOST_POOL_BYTES)
+            blocks = min(room // block_bytes, options.max_num_seqs * -(-self._max_len // options.block_size))
+            if blocks < 1:
+                raise MemoryBudgetError(
+                    "--gpu-memory-utilization",
+                    f"{room} bytes of {free} free bytes of RAM hold no block of {block_bytes} bytes",
+                )
+        elif blocks * block_bytes > free - cpu_bytes:
+            raise MemoryBudgetError(
+                "--num-gpu-blocks",
+                f"{blocks} blocks of {block_bytes} bytes do not fit into {(free - cpu_bytes) >> 20} MiB of free RAM",
+            )
+        return Capacity(blocks, cpu_bytes // block_bytes, block_bytes)
+
+
+def _compute_dtype(options: ExecutorConfig, model: ModelConfig) -> ComputeDtype:
+    """The dtype asked for, else the checkpoint's; four-bit checkpoints compute in bf16, as the int4 operator does."""
+    if options.compute_dtype != "auto":
+        return options.compute_dtype
+    return "bf16" if model.quantization is not None else model.dtype
+
+
+def _single_tokens(chunk: Chunk) -> Iterator[Chunk]:
+    """The chunk token by token; only its last one is sampled."""
+    last = len(chunk.token_ids) - 1
+    for i, token in enumerate(chunk.token_ids):
+        yield replace(chunk, token_ids=(token,), start=chunk.start + i, sample=chunk.sample if i == last else None)
+
+
+def _multiplies_bf16() -> bool:
+    """Whether the CPU has bf16 instructions; without them fp32 is faster."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _linear_elements(config: ModelConfig) -> int:
+    """Weights in all linears of the layers."""
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    per_layer = qkv + config.num_heads * config.head_dim + 3 * config.intermediate_size
+    return config.num_layers * config.hidden_size * per_layer

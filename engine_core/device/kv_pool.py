@@ -1,0 +1,47 @@
+"""The bytes of both tiers: the GPU pool and the host arena, page-major.
+
+Owns: the memory of every block, and where in a block a plane lies. Does not know: which block is free or whose it is.
+
+A block is one run of bytes: [layer][K, V][kv_head] planes (see `kv_formats`). All planes of the pool have one size, so that
+(block, layer, K or V, head) is plane number ((block * layers + layer) * 2 + kv) * heads + head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kv_layout import FormatName, KVShape, paged_kv_block_bytes
+from .kv_formats import KVFormat, make_format
+
+
+class KVPool:
+    """Blocks of one shape and format in two arenas of bytes, `gpu` and `cpu`, uint8 [blocks, block_bytes].
+
+    On the CPU device both are plain memory, which the system commits when a page is first written.
+    """
+
+    def __init__(
+        self, shape: KVShape, block_size: int, kv_format: FormatName, num_gpu_blocks: int, num_cpu_blocks: int
+    ) -> None:
+        self.shape, self.block_size, self.format_name = shape, block_size, kv_format
+        self.block_bytes = paged_kv_block_bytes(shape, block_size, kv_format)
+        self.gpu = torch.empty(num_gpu_blocks, self.block_bytes, dtype=torch.uint8)
+        self.cpu = torch.empty(num_cpu_blocks, self.block_bytes, dtype=torch.uint8)
+        self.format: KVFormat = make_format(kv_format, block_size, shape.head_dim)
+        planes = self.format.view(self.gpu.view(-1))
+        self.planes_per_layer = 2 * shape.num_kv_heads
+        self.planes_per_block = shape.num_layers * self.planes_per_layer
+        self._layers = [planes[layer * self.planes_per_layer :] for layer in range(shape.num_layers)]
+
+    def layer(self, number: int) -> Tensor:
+        """The planes from this layer's first plane of block 0 on: one index (`plane_numbers`) serves every layer."""
+        return self._layers[number]
+
+    def plane_numbers(self, blocks: Tensor) -> Tensor:
+        """Plane of (block, K or V, head) in `layer`: int64 [..., 2G] for block ids [...], K's heads first."""
+        return blocks[..., None] * self.planes_per_block + torch.arange(self.planes_per_layer)
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zero whole blocks of the GPU pool."""
+        self.gpu.index_fill_(0, torch.tensor(blocks), 0)

@@ -1,0 +1,199 @@
+"""The layers of a decoder and their forward pass.
+
+Owns: dense linears, embeddings, the output head, the rotary table, `Decoder`.
+Does not know: pages and requests: attention over past tokens is a function that the caller passes in.
+
+The residual stream is fp32. The rows of q and k are stored so that rotary pairs are neighbours (`pair_order`), which turns
+the rotation into one complex multiplication; scores do not change, as q and k are permuted alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels import reference
+from .registry import ModelConfig, RopeConfig
+
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+"""(layer, q [T, H, D] fp32, k and v [T, 2G, D] fp32) -> [T, H*D] fp32; stores k and v before it attends."""
+
+
+class Linear(Protocol):
+    """x [m, K] -> [m, N]; the output's dtype is the layer's own."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class DenseLinear:
+    """y = x W^T + b with a plain matrix in `dtype`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self._weight = weight.to(dtype).contiguous()
+        self._bias = None if bias is None else bias.to(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this layer keeps in memory."""
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [m, K] of any float dtype -> [m, N] in the layer's dtype."""
+        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
+
+
+class PlainEmbedding:
+    """Rows of a float matrix [V, N]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this layer keeps in memory."""
+        return self._weight.nbytes
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [T] -> fp32 [T, N]."""
+        return self._weight[ids].float()
+
+
+class Int8Embedding:
+    """Rows of an int8 matrix [V, N] with one scale per group along N [V, N/g]."""
+
+    def __init__(self, qweight: Tensor, scales: Tensor) -> None:
+        self._qweight, self._scales = qweight, scales
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this layer keeps in memory."""
+        return self._qweight.nbytes + self._scales.nbytes
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [T] -> fp32 [T, N]."""
+        return dequantize_groups(self._qweight[ids], self._scales[ids])
+
+
+def dequantize_groups(qweight: Tensor, scales: Tensor) -> Tensor:
+    """int8 [R, N] times scales [R, N/g] per group -> fp32 [R, N]."""
+    return (qweight.view(*scales.shape, -1) * scales.float()[..., None]).view(qweight.shape)
+
+
+def pair_order(head_dim: int) -> Tensor:
+    """Row order within a head that brings the rotary pair (i, i + head_dim/2) together."""
+    return torch.arange(head_dim).view(2, -1).t().reshape(-1)
+
+
+def rotary_table(config: ModelConfig, positions: int) -> Tensor:
+    """exp(i * position * frequency), times the attention factor of yarn: complex64 [positions, head_dim/2]."""
+    frequencies, factor = _frequencies(config.rope, config.head_dim)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    return torch.polar(torch.full_like(angles, factor), angles).to(torch.complex64)
+
+
+def _frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
+    """Angular frequency of each pair (fp64 [dim/2]) and the factor on q and k."""
+    plain = rope.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if rope.kind == "linear":
+        return plain / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, dim), _yarn_attention_factor(rope)
+    return plain, 1.0
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    turns = rope.original_max_positions * plain / (2 * math.pi)
+    smooth = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - smooth) * plain / rope.factor + smooth * plain
+
+
+def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
+    """Pairs that turn more than beta_fast times in the original context are kept, less than beta_slow slowed."""
+
+    def pair_turning(rotations: float) -> float:
+        return dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(pair_turning(rope.beta_fast)), 0)
+    high = min(math.ceil(pair_turning(rope.beta_slow)), dim - 1)
+    width = high - low or 0.001
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
+    return plain / rope.factor * (1 - keep) + plain * keep
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def scale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer. The norm weights are multiplied by sqrt(N), as `reference.rms_norm` wants them."""
+
+    input_norm: Tensor
+    qkv: Linear
+    attention_out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A loaded model. `floor` is sqrt(N * eps) as a scalar tensor, `rotary` complex64 [positions, D/2]."""
+
+    config: ModelConfig
+    embedding: PlainEmbedding | Int8Embedding
+    layers: Sequence[DecoderLayer]
+    final_norm: Tensor
+    head: Linear
+    floor: Tensor
+    rotary: Tensor
+
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory."""
+        linears = [linear for x in self.layers for linear in (x.qkv, x.attention_out, x.gate_up, x.down)]
+        return sum(part.nbytes for part in (self.embedding, self.head, self.rotary, *linears))
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states before the final norm, fp32 [T, N], of token_ids [T] at positions [T]."""
+        config = self.config
+        shape = (len(token_ids), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        turns = self._turns(positions)
+        x = self.embedding(token_ids)
+        for index, layer in enumerate(self.layers):
+            normed = reference.rms_norm(x, layer.input_norm, self.floor)
+            heads = reference.rotate(layer.qkv(normed).float().view(shape), turns)
+            attended = attend(index, heads[:, : config.num_heads], heads[:, config.num_heads :])
+            x.add_(layer.attention_out(attended))
+            normed = reference.rms_norm(x, layer.mlp_norm, self.floor)
+            x.add_(layer.down(reference.silu_and_multiply(layer.gate_up(normed))))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [R, vocab_size] of hidden states [R, N]."""
+        return self.head(reference.rms_norm(hidden, self.final_norm, self.floor)).float()
+
+    def _turns(self, positions: Tensor) -> Tensor:
+        """Rotation of every q, k and v head, complex64 [T, H + 2G, D/2]; v is turned by 1, so that one product does all."""
+        turns = self.rotary[positions]
+        values = torch.ones_like(turns)
+        turned = self.config.num_heads + self.config.num_kv_heads
+        return torch.stack([turns] * turned + [values] * self.config.num_kv_heads, dim=1)

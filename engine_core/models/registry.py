@@ -1,0 +1,220 @@
+"""From a checkpoint folder to a `ModelConfig`: which architecture it is and every size that follows.
+
+Owns: the list of architectures, the reading of config.json, generation_config.json and the tokenizer's size.
+Does not know: tensors; torch is not needed here, so that a wrong model is refused before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..kv_layout import ComputeDtype, KVShape
+from .architecture import Architecture
+from .llama import LLAMA
+from .qwen2 import QWEN2
+
+ARCHITECTURES: dict[str, Architecture] = {name: entry for entry in (LLAMA, QWEN2) for name in entry.names}
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_DTYPES: dict[str, ComputeDtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: `kind` is one of ROPE_KINDS; the rest are the usual config.json keys of that kind."""
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Our four-bit layout: `bits` 4 for linears; `embedding_bits` 8 (grouped int8) or 16 (plain)."""
+
+    bits: int
+    group_size: int
+    embedding_bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything known of a model before its tensors are read.
+
+    `tokenizer_vocab_size`: ids from there on to `vocab_size` are padding rows that no tokenizer can produce.
+    `eos_token_ids`: config.json's and generation_config.json's, merged.
+    """
+
+    path: Path
+    architecture: Architecture
+    vocab_size: int
+    tokenizer_vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: ComputeDtype
+    quantization: Quantization | None
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What one token's KV looks like."""
+        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read a checkpoint folder's JSON files. Raises CheckpointError that names the file and the key."""
+    path = Path(path)
+    file = path / "config.json"
+    raw = _read_json(file)
+    if raw is None:
+        raise CheckpointError(file, "not found; the model must be a folder with config.json and safetensors files")
+    architecture = _architecture(file, raw)
+    _refuse_unsupported(file, raw)
+    hidden, heads = _positive(file, raw, "hidden_size"), _positive(file, raw, "num_attention_heads")
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    head_dim = int(raw.get("head_dim") or hidden // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise CheckpointError(
+            file,
+            f"num_attention_heads {heads}, num_key_value_heads {kv_heads}, head_dim {head_dim} do not fit together",
+        )
+    vocab_size = _positive(file, raw, "vocab_size")
+    max_positions = int(raw.get("max_position_embeddings") or 2048)
+    generation = _read_json(path / "generation_config.json") or {}
+    return ModelConfig(
+        path=path,
+        architecture=architecture,
+        vocab_size=vocab_size,
+        tokenizer_vocab_size=min(vocab_size, _tokenizer_size(path) or vocab_size),
+        hidden_size=hidden,
+        intermediate_size=_positive(file, raw, "intermediate_size"),
+        num_layers=_positive(file, raw, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=max_positions,
+        rope=_rope(file, raw, max_positions),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        eos_token_ids=_eos_ids(raw, generation),
+        dtype=_DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), "fp32"),
+        quantization=_quantization(file, raw),
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, None when there is no such file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(file, f"cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(file, "is not a JSON object")
+    return value
+
+
+def _architecture(file: Path, raw: Mapping[str, Any]) -> Architecture:
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    raise CheckpointError(file, f"architectures {names} is not supported; supported: {', '.join(ARCHITECTURES)}")
+
+
+def _refuse_unsupported(file: Path, raw: Mapping[str, Any]) -> None:
+    """Keys whose other values would change the computation in silence."""
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(file, f"hidden_act {raw['hidden_act']!r} is not supported; supported: 'silu'")
+    if raw.get("use_sliding_window"):
+        raise CheckpointError(file, "use_sliding_window true is not supported")
+
+
+def _positive(file: Path, raw: Mapping[str, Any], key: str) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(file, f"{key} is {value!r}; a positive integer is needed")
+    return value
+
+
+def _rope(file: Path, raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Reads `rope_scaling` (with `type` or `rope_type`) and the newer `rope_parameters`; absent, null and {} are "default"."""
+    scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise CheckpointError(file, f"rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    original = int(scaling.get("original_max_position_embeddings") or max_positions)
+    given = {
+        key: float(scaling[key])
+        for key in (
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+        )
+        if scaling.get(key) is not None
+    }
+    return RopeConfig(
+        kind=kind,
+        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        factor=float(scaling.get("factor") or max_positions / original),
+        original_max_positions=original,
+        **given,
+    )
+
+
+def _eos_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    ids: dict[int, None] = {}
+    for source in sources:
+        value = source.get("eos_token_id")
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            ids[int(token)] = None
+    return tuple(ids)
+
+
+def _tokenizer_size(path: Path) -> int | None:
+    """One more than the largest id in tokenizer.json, added tokens included; None without such a file."""
+    tokenizer = _read_json(path / "tokenizer.json")
+    if tokenizer is None:
+        return None
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
+    added = [entry["id"] for entry in tokenizer.get("added_tokens") or []]
+    return max([*ids, *added], default=-1) + 1
+
+
+def _quantization(file: Path, raw: Mapping[str, Any]) -> Quantization | None:
+    section = raw.get("quantization_config")
+    if not section:
+        return None
+    method, bits = section.get("quant_method"), section.get("bits", 4)
+    if method != "coldblock" or bits != 4:
+        raise CheckpointError(
+            file,
+            f"quantization_config quant_method {method!r} with bits {bits!r} is not supported; supported: 'coldblock' with 4",
+        )
+    return Quantization(4, int(section.get("group_size", 32)), int(section.get("embedding_bits", 16)))
