@@ -157,7 +157,7 @@ class Scheduler:
             if self._favoured is not None and self._seats_free():
                 self._admit(self._favoured, now)
             if self._favoured is None:
-                self._resume(now)
+                self._resume()
                 self._admit_waiting(now)
         self._stepping = self._chunks()
         if not self._stepping and not self._copying:
@@ -207,7 +207,7 @@ class Scheduler:
             victim.growth_swaps += 1
             self._begin_swap_out(victim, "growth", now)
 
-    def _resume(self, now: float) -> None:
+    def _resume(self) -> None:
         """Bring swapped requests back, as long as the next has room for its content and its next token."""
         while self._seats_free():
             ready = [request for request in self._swapped.values() if request.state is State.SWAPPED]
@@ -220,6 +220,7 @@ class Scheduler:
                 return
             move = self._swaps.begin_swap_in(request.swap, needed - len(request.swap.cpu_blocks))
             request.on(Event.SWAP_IN)
+            request.swap_reason = "resume"
             self._begin_copy(request, move, "swapping_in")
 
     def _admit_waiting(self, now: float) -> None:
@@ -291,6 +292,9 @@ class Scheduler:
         ]
         hits = self._cached_prefix(newcomer)
         needed = self._blocks_for(len(newcomer.tokens) + 1) - len(hits)
+        most = sum(len(request.block_table) + 1 for request in candidates)  # its blocks, and what it would grow by
+        if needed > self._room(hits) + most:
+            return []
         victims: list[Request] = []
         while candidates:
             victim = self._victims.choose(candidates)
@@ -437,18 +441,15 @@ class Scheduler:
     def _copy_failed(self, request: Request, swap: Swap, error: str, now: float) -> None:
         """Out: the request goes on where it was. In: it stays swapped and is tried again, a few times."""
         request.copy_failures += 1
-        detail = f"copy failed: {error}"
+        self.counters.offload_failed += 1
+        self._report_swap(request, "rejected", 0, detail=f"copy failed: {error}")
         if request.state is State.SWAPPING_OUT:
-            self.counters.offload_failed += 1
             request.on(Event.OUT_FAILED)
             self._run_again(request, swap, now)
-            self._report_swap(request, "rejected", 0, detail=detail)
-            return
-        self.counters.reload_failed += 1
-        request.on(Event.IN_FAILED)
-        self._report_swap(request, "rejected", 0, detail=detail)
-        if request.copy_failures >= MAX_COPY_FAILURES:
-            self._preempt(request, now)
+        else:
+            request.on(Event.IN_FAILED)
+            if request.copy_failures >= MAX_COPY_FAILURES:
+                self._preempt(request, now)
 
     def _run_again(self, request: Request, swap: Swap, now: float) -> None:
         """Take the table back from the swap manager; a request just back counts as active, lest it leave at once."""
@@ -496,24 +497,7 @@ class Scheduler:
             self._favoured = None
         del self._requests[request.request_id]
         self.counters.finished[reason] += 1
-        admitted = now if request.admitted_at is None else request.admitted_at
-        first_token = now if request.first_token_at is None else request.first_token_at
-        self._updates.append(
-            FinishedUpdate(
-                request_id=request.request_id,
-                reason=reason,
-                stop_token=stop_token,
-                error=error,
-                prompt_tokens=request.prompt_length,
-                completion_tokens=request.num_outputs,
-                cached_tokens=request.cached_tokens,
-                swaps=request.swaps,
-                stall_s=request.stall_s,
-                queue_s=admitted - request.arrived_at,
-                prefill_s=first_token - admitted,
-                decode_s=now - first_token,
-            )
-        )
+        self._updates.append(_finished_update(request, reason, now, stop_token, error))
 
     def _reject_swap(self, request: Request, reason: SwapReason, detail: str) -> None:
         self.counters.offload_rejected += 1
@@ -523,13 +507,12 @@ class Scheduler:
     def _report_swap(
         self, request: Request, phase: SwapPhase, blocks: int, seconds: float = 0.0, detail: str = ""
     ) -> None:
-        reason: SwapReason = request.swap_reason if phase != "resumed" and phase != "swapping_in" else "resume"
         gpu = self._gpu.use()
         self._updates.append(
             SwapUpdate(
                 request_id=request.request_id,
                 phase=phase,
-                reason=reason,
+                reason=request.swap_reason,
                 blocks=blocks,
                 bytes=blocks * self.config.block_bytes,
                 seconds=seconds,
@@ -632,6 +615,27 @@ class Scheduler:
 def _queue_key(request: Request) -> tuple[bool, int, int]:
     """Recomputed requests first, then by priority, then as they arrived."""
     return (not request.preempted, -request.priority, request.arrival)
+
+
+def _finished_update(
+    request: Request, reason: FinishReason, now: float, stop_token: int | None, error: str | None
+) -> FinishedUpdate:
+    admitted_at = now if request.admitted_at is None else request.admitted_at
+    first_token_at = now if request.first_token_at is None else request.first_token_at
+    return FinishedUpdate(
+        request_id=request.request_id,
+        reason=reason,
+        stop_token=stop_token,
+        error=error,
+        prompt_tokens=request.prompt_length,
+        completion_tokens=request.num_outputs,
+        cached_tokens=request.cached_tokens,
+        swaps=request.swaps,
+        stall_s=request.stall_s,
+        queue_s=admitted_at - request.arrived_at,
+        prefill_s=first_token_at - admitted_at,
+        decode_s=now - first_token_at,
+    )
 
 
 def _sample_spec(request: Request) -> SampleSpec:
