@@ -441,12 +441,13 @@ class Scheduler:
     def _copy_failed(self, request: Request, swap: Swap, error: str, now: float) -> None:
         """Out: the request goes on where it was. In: it stays swapped and is tried again, a few times."""
         request.copy_failures += 1
-        self.counters.offload_failed += 1
         self._report_swap(request, "rejected", 0, detail=f"copy failed: {error}")
         if request.state is State.SWAPPING_OUT:
+            self.counters.offload_failed += 1
             request.on(Event.OUT_FAILED)
             self._run_again(request, swap, now)
         else:
+            self.counters.reload_failed += 1
             request.on(Event.IN_FAILED)
             if request.copy_failures >= MAX_COPY_FAILURES:
                 self._preempt(request, now)

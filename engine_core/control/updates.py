@@ -78,6 +78,7 @@ class Counters:
     offload_failed: int = 0
     offload_rejected: int = 0
     reload_blocks: int = 0
+    reload_failed: int = 0
     max_swapped_requests: int = 0
     preemptions: int = 0
     prefix_queries_tokens: int = 0
