@@ -56,7 +56,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. Raises a 400 `ApiError` when the template refuses the messages, fails, or outgrows its limits.
 
@@ -74,7 +78,15 @@ class ChatTemplate:
             return self._bounded(variables)
         except _Refused as error:
             raise invalid(f"the model's chat template refuses these messages: {error}", "messages") from error
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             reason = f"the model's chat template cannot render these messages: {type(error).__name__}: {error}"
             raise invalid(reason, "messages") from error
 

@@ -38,7 +38,9 @@ class FrontendSettings(Settings):
     api_key: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="key that clients must send as a bearer token; several separated by commas; none: no check"
     )
-    served_model_name: str | None = Field(None, description="the model's name in the API; default: the engine's name for it")
+    served_model_name: str | None = Field(
+        None, description="the model's name in the API; default: the engine's name for it"
+    )
     tokenizer: Path | None = Field(
         None, description="folder with tokenizer.json, when the engine's checkpoint folder cannot be read from here"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..protocol.errors import ColdblockError, EngineDied, EngineUnreachable, RequestRefused
+from ..protocol.errors import ColdblockError, ProtocolError, RequestFailed, RequestRefused
 
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 503: "service_unavailable"}
@@ -57,6 +57,8 @@ def from_engine(error: ColdblockError) -> ApiError:
     if isinstance(error, RequestRefused):
         message = f"{error.field}: {error.value} is not allowed; allowed: {error.allowed}"
         return invalid(message, error.field)
-    if isinstance(error, EngineDied | EngineUnreachable):
-        return engine_unavailable(str(error))
-    return ApiError(500, str(error), code="generation_failed")
+    if isinstance(error, ProtocolError) and error.code == "too_large":
+        return invalid(str(error), "prompt", "context_length_exceeded")
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), code="generation_failed")
+    return engine_unavailable(str(error))

@@ -203,7 +203,9 @@ class CompletionBody(GenerationBody):
             raise invalid(f"{len(prompts)} prompts with n={self.n}: more than {MAX_CHOICES} choices", "prompt")
         for prompt in prompts:
             if not isinstance(prompt, str | list) or type(prompt) is not type(prompts[0]):
-                raise invalid("prompt must be a text, a list of token ids, or a list of these", "prompt", "invalid_type")
+                raise invalid(
+                    "prompt must be a text, a list of token ids, or a list of these", "prompt", "invalid_type"
+                )
             if not prompt:
                 raise invalid("prompt must not be empty", "prompt")
         return prompts

@@ -73,7 +73,11 @@ class ModelText:
         return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     async def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat as prompt text; 400 when the model has no template or it refuses."""
         if self._template is None:
