@@ -13,13 +13,14 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ..settings import EXIT_INTERRUPTED, EXIT_OK
 
-STOP_GRACE_S = 10.0
+Result = TypeVar("Result")
+
+STOP_GRACE_S = 15.0  # the engine lets open requests finish for 10 s
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -29,15 +30,18 @@ def own_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "coldblock", *arguments]
 
 
-async def start(command: Sequence[str], *, env: Mapping[str, str] | None = None, stdout: int | None = None) -> Process:
+async def start(command: Sequence[str], *, env: Mapping[str, str] | None = None, output: int | None = None) -> Process:
     """Start `command` in a session of its own: a terminal's Ctrl-C reaches us alone, and we decide the order.
 
-    `env` is added to our own environment. Call it from the main thread: the child is tied to the thread that forks.
+    `env` is added to our own environment; `output` is a file descriptor for stdout and stderr, ours if absent.
+    Call it from the main thread: the child is tied to the thread that forks.
     """
     return await asyncio.create_subprocess_exec(
         *command,
         env={**os.environ, **(env or {})},
-        stdout=stdout,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         start_new_session=True,
         preexec_fn=_die_with(os.getpid()),
     )
@@ -57,16 +61,16 @@ async def stop(process: Process, grace_s: float = STOP_GRACE_S) -> int:
     return await process.wait()
 
 
-@asynccontextmanager
-async def running(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, stdout: int | None = None
-) -> AsyncIterator[Process]:
-    """A child that is stopped when the block is left."""
-    process = await start(command, env=env, stdout=stdout)
+async def until_ready(process: Process, ready: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `ready`, or None when the child ended first. Raises what `ready` raises."""
+    waiting, ended = asyncio.create_task(ready), asyncio.create_task(process.wait())
     try:
-        yield process
+        await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
+        return waiting.result() if waiting.done() else None
     finally:
-        await stop(process)
+        waiting.cancel()
+        ended.cancel()
+        await asyncio.gather(waiting, ended, return_exceptions=True)
 
 
 def describe_exit(code: int) -> str:

@@ -87,8 +87,8 @@ def convert_tensor(tensor: ReaderTensor, heads: dict[str, int]) -> dict[str, NDA
     if kind == GGMLQuantizationType.F32:
         return {f"{name}.weight": np.ascontiguousarray(tensor.data)}
     if kind == GGMLQuantizationType.Q8_0 and part == "token_embd":
-        qweight, scales = split_q8_0(tensor.data)
-        return {f"{name}.qweight": qweight, f"{name}.scales": scales}
+        values, scales = split_q8_0(tensor.data)
+        return {f"{name}.qweight": values, f"{name}.scales": scales}
     if kind == GGMLQuantizationType.Q4_1 and part != "token_embd":
         rows = unpermute_rows(tensor.data, heads[part]) if part in heads else tensor.data
         qweight, scales, mins = split_q4_1(rows)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import sys
 
 from ..protocol.errors import ColdblockError, EngineUnreachable
-from ..settings import EXIT_FAILED, EXIT_UNREACHABLE
+from ..settings import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE, UsageError
 
 
 class ToolError(ColdblockError):
     """Something a user can act on: the message says what happened and what to do."""
 
 
-def report(prog: str, error: ColdblockError) -> int:
+def report(prog: str, error: ColdblockError | UsageError) -> int:
     """Show `error` as the line that a failed command ends with; returns the command's exit code."""
     print(f"{prog}: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, UsageError):
+        return EXIT_USAGE
     return EXIT_UNREACHABLE if isinstance(error, EngineUnreachable) else EXIT_FAILED

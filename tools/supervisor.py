@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..settings import EXIT_FAILED
-from .children import describe_exit, start, stop
+from .children import STOP_GRACE_S, describe_exit, start, stop, until_ready
 
 RESTART_DELAY_S = 1.0
 HEALTHY_S = 60.0  # a child that lived so long earns a restart again
@@ -21,12 +21,13 @@ HEALTHY_S = 60.0  # a child that lived so long earns a restart again
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One child: how to start it, and a coroutine that returns once it does its work."""
+    """One child: how to start it, a coroutine that describes it once it works, and the seconds it gets to stop."""
 
     name: str
     command: Sequence[str]
-    ready: Callable[[], Awaitable[str]]
+    ready: Callable[[], Coroutine[Any, Any, str]]
     env: Mapping[str, str] = field(default_factory=dict)
+    grace_s: float = STOP_GRACE_S
 
 
 def say(line: str) -> None:
@@ -57,11 +58,13 @@ async def keep_running(spec: ChildSpec, *, restart_delay_s: float = RESTART_DELA
         started = time.monotonic()
         process = await start(spec.command, env=spec.env)
         try:
-            was_ready = await _announce_ready(spec, process)
+            description = await until_ready(process, spec.ready())
+            if description is not None:
+                say(f"{spec.name} is ready: {description}")
             code = await process.wait()
         finally:
-            await stop(process)
-        if not was_ready:
+            await stop(process, spec.grace_s)
+        if description is None:
             say(f"{spec.name} ended before it was ready ({describe_exit(code)})")
             return code if code > 0 else EXIT_FAILED
         lived = time.monotonic() - started
@@ -71,19 +74,3 @@ async def keep_running(spec: ChildSpec, *, restart_delay_s: float = RESTART_DELA
         say(f"{spec.name} died ({describe_exit(code)}); restarting it in {restart_delay_s:g} s")
         may_restart = False
         await asyncio.sleep(restart_delay_s)
-
-
-async def _announce_ready(spec: ChildSpec, process: Process) -> bool:
-    """Wait until the child is ready and say so; False when it ended first."""
-    ready = asyncio.ensure_future(spec.ready())
-    ended = asyncio.create_task(process.wait())
-    try:
-        await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done() or ready.exception() is not None:
-            return False
-        say(f"{spec.name} is ready: {ready.result()}")
-        return True
-    finally:
-        ready.cancel()
-        ended.cancel()
-        await asyncio.gather(ready, ended, return_exceptions=True)

@@ -25,6 +25,7 @@ from .terminal import Style, clip, count_of, human_bytes, human_seconds
 
 PROG = "coldblock top"
 BAR_WIDTH = 32
+CONNECT_TIMEOUT_S = 5.0
 _ENTER_SCREEN, _LEAVE_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -52,7 +53,7 @@ async def watch(settings: TopSettings) -> int:
     style = Style(sys.stdout)
     redraw = sys.stdout.isatty() and not (settings.once or settings.json_lines)
     async with AsyncClient(settings.endpoint, name="top") as client:
-        await client.ready()
+        await client.ready(CONNECT_TIMEOUT_S)
         with _screen(redraw):
             gone = False
             while True:

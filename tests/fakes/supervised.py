@@ -22,14 +22,13 @@ def spec(name: str, folder: Path, code: str) -> supervisor.ChildSpec:
             await asyncio.sleep(0.02)
         return "stub"
 
-    return supervisor.ChildSpec(name, [sys.executable, "-c", code, str(folder)], ready)
+    return supervisor.ChildSpec(name, [sys.executable, "-c", code, str(folder)], ready, grace_s=1.0)
 
 
 def main() -> int:
     """Supervise until a signal or a failure, with short times."""
     folder = Path(sys.argv[1])
     supervisor.keep_running = functools.partial(supervisor.keep_running, restart_delay_s=0.05)
-    supervisor.stop = functools.partial(children.stop, grace_s=1.0)
     engine, frontend = spec("engine", folder, sys.argv[2]), spec("frontend", folder, sys.argv[3])
     return children.run_until_signal(lambda: supervisor.supervise(engine, frontend))
 

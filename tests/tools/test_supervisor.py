@@ -38,9 +38,9 @@ class Supervised:
     def __init__(self, folder: Path, engine: str, frontend: str) -> None:
         self.folder = folder
         codes = [PRELUDE.format(name="engine") + engine, PRELUDE.format(name="frontend") + frontend]
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder), *codes], stderr=subprocess.PIPE, text=True
-        )
+        self.said = folder / "stderr"
+        with self.said.open("w") as stderr:
+            self.process = subprocess.Popen([sys.executable, str(PROGRAM), str(folder), *codes], stderr=stderr)
 
     def started(self, name: str) -> list[int]:
         """Process ids of the children of that name so far."""
@@ -52,14 +52,19 @@ class Supervised:
         file = self.folder / "log"
         return file.read_text().splitlines() if file.exists() else []
 
+    def wait_until_ready(self, name: str, times: int = 1) -> None:
+        """Until the supervisor has said so that many times."""
+        wait_for(lambda: self.said.read_text().count(f"{name} is ready") == times)
+
     def wait_until_both_run(self) -> None:
-        wait_for(lambda: all((self.folder / f"{name}.ready").exists() for name in ("engine", "frontend")))
+        self.wait_until_ready("engine")
+        self.wait_until_ready("frontend")
 
     def finish(self) -> tuple[int, str]:
         """Exit code and stderr; then no child may be left."""
-        _, text = self.process.communicate(timeout=DEADLINE_S)
+        self.process.wait(timeout=DEADLINE_S)
         self.assert_no_orphans()
-        return self.process.returncode, text
+        return self.process.returncode, self.said.read_text()
 
     def assert_no_orphans(self) -> None:
         everyone = [*self.started("engine"), *self.started("frontend"), *self.started("grandchild")]
@@ -95,6 +100,7 @@ def test_dead_engine_is_said_and_restarted_once(tmp_path: Path) -> None:
     run.wait_until_both_run()
     first = run.started("engine")[0]
     os.kill(first, signal.SIGKILL)
+    run.wait_until_ready("engine", times=2)
     wait_for(lambda: len(run.started("engine")) == 2)
     os.kill(run.started("engine")[1], signal.SIGKILL)
     code, text = run.finish()
