@@ -58,15 +58,16 @@ class CpuExecutor:
         self._sampler = Sampler(self.model_config.tokenizer_vocab_size)
         self._result: StepResult | None = None
 
+    @torch.inference_mode()
     def begin_step(self, plan: StepPlan) -> None:
         """Begin the plan's copies, then run its chunks."""
         begun = time.perf_counter()
         self._transfers.begin(plan.moves)
-        with torch.inference_mode():
-            sampled, logits = self._forward(plan.chunks)
-            tokens, failed = self._sampler.sample(sampled, logits)
+        sampled, logits = self._forward(plan.chunks)
+        tokens, failed = self._sampler.sample(sampled, logits)
         self._result = StepResult(plan.step, tokens, failed, (), time.perf_counter() - begun)
 
+    @torch.inference_mode()
     def complete_step(self) -> StepResult:
         """The step's tokens, and the copies that ended since the last call."""
         result, self._result = self._result, None
