@@ -78,8 +78,10 @@ def serve(settings: EngineSettings) -> int:
     checkpoint = find_checkpoint(settings.model)
     model_config = read_model_config(checkpoint)
     check_against_model(settings, model_config)
-    endpoint = settings.endpoint or sockets.default_endpoint()
-    events_endpoint = settings.events_endpoint or sockets.default_events_endpoint()
+    endpoint = checked_endpoint("--endpoint", settings.endpoint or sockets.default_endpoint())
+    events_endpoint = checked_endpoint(
+        "--events-endpoint", settings.events_endpoint or sockets.default_events_endpoint()
+    )
     port = IpcPort(endpoint, events_endpoint, peer_timeout_s=settings.peer_timeout_s)
     try:
         executor = load_executor(settings, checkpoint)
@@ -113,6 +115,15 @@ def find_checkpoint(model: str) -> Path:
         f"MODEL: {model!r} is neither a folder with a config.json nor a fetched model in {models_dir()}; "
         "`coldblock fetch-model` lists the names it knows"
     )
+
+
+def checked_endpoint(flag: str, endpoint: str) -> str:
+    """The endpoint, refused by its flag when no engine can be bound to it."""
+    try:
+        sockets.check_endpoint(endpoint, sockets.CurveKeys.from_environment())
+    except ColdblockError as error:
+        raise UsageError(f"{flag}: {error}") from error
+    return endpoint
 
 
 def check_against_model(settings: EngineSettings, model: ModelConfig) -> None:
@@ -150,8 +161,22 @@ def load_executor(settings: EngineSettings, checkpoint: Path) -> CpuExecutor:
             num_threads=settings.threads,
         )
     )
-    log.info("%s", executor.describe())
+    log.info("%s", memory_line(settings, executor))
     return executor
+
+
+def memory_line(settings: EngineSettings, executor: CpuExecutor) -> str:
+    """What was decided at start, and the memory it takes, in one line."""
+    sizes = executor.describe()
+    return (
+        f"{settings.model} on the CPU, {sizes['threads']} threads: weights {_mib(sizes['weights_bytes'])}, "
+        f"KV {sizes['kv_format']} {sizes['kv_blocks']} blocks of {settings.block_size} tokens = {_mib(sizes['kv_bytes'])}, "
+        f"CPU tier up to {sizes['cpu_tier_blocks']} blocks = {_mib(sizes['cpu_tier_bytes'])}"
+    )
+
+
+def _mib(size: str | int) -> str:
+    return f"{int(size) / MIB:,.1f} MiB"
 
 
 def describe_model(
