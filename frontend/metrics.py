@@ -28,7 +28,7 @@ class HttpMetrics:
     """Counters of one frontend process. `worker` tells processes apart that share a port."""
 
     def __init__(self, worker: str) -> None:
-        disable_created_metrics()  # a time stamp beside every series is noise that nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps beside every series are noise
         self.registry = CollectorRegistry()
         requests = Counter(
             "coldblock_http_requests_total",
