@@ -168,9 +168,10 @@ def load_executor(settings: EngineSettings, checkpoint: Path) -> CpuExecutor:
 def memory_line(settings: EngineSettings, executor: CpuExecutor) -> str:
     """What was decided at start, and the memory it takes, in one line."""
     sizes = executor.describe()
+    pool = f"{sizes['kv_blocks']} blocks of {settings.block_size} tokens = {_mib(sizes['kv_bytes'])}"
     return (
         f"{settings.model} on the CPU, {sizes['threads']} threads: weights {_mib(sizes['weights_bytes'])}, "
-        f"KV {sizes['kv_format']} {sizes['kv_blocks']} blocks of {settings.block_size} tokens = {_mib(sizes['kv_bytes'])}, "
+        f"KV {sizes['kv_format']} {pool}, "
         f"CPU tier up to {sizes['cpu_tier_blocks']} blocks = {_mib(sizes['cpu_tier_bytes'])}"
     )
 
