@@ -66,10 +66,16 @@ class Harness:
         self.finished: dict[str, FinishedUpdate] = {}
         self.swaps: list[SwapUpdate] = []
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int | None = 8, **sampling: object) -> None:
-        sampling.setdefault("ignore_eos", True)
-        self.scheduler.add(request_id, prompt, Sampling(max_tokens=max_tokens, **sampling))  # type: ignore[arg-type]
+    def add(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int | None = 8, priority: int = 0, **sampling: object
+    ) -> None:
+        asked = Sampling(**{"max_tokens": max_tokens, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+        self.scheduler.add(request_id, prompt, asked, priority)
         self.prompts[request_id] = list(prompt)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+        self.collect(self.scheduler.drain())
 
     def step(self) -> StepPlan | None:
         """One turn of the step loop; None when the scheduler had nothing to do."""

@@ -1,0 +1,107 @@
+"""What is refused at once, with field, value and what is allowed (cases 7, 21, 22, 23)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from coldblock.engine_core.control.request import Sampling
+from coldblock.engine_core.control.validation import Refusal, check_sampling
+from scheduler_harness import VOCAB, Harness
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 999999.0),
+        ("top_p", 0.0),
+        ("top_p", -1.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("min_p", -0.5),
+        ("min_p", 1.5),
+        ("seed", 2**63),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", math.nan),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("stop_token_ids", (VOCAB,)),
+        ("stop_token_ids", (3, -1)),
+    ],
+)
+def test_sampling_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(Refusal) as refusal:
+        check_sampling(Sampling(**{field: value}), VOCAB)  # type: ignore[arg-type]
+    assert refusal.value.field == field and refusal.value.value in str(value) and refusal.value.allowed
+
+
+def test_more_minimum_than_maximum_is_refused() -> None:
+    with pytest.raises(Refusal, match="min_tokens is 5; allowed: 0 to 4"):
+        check_sampling(Sampling(min_tokens=5, max_tokens=4), VOCAB)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-4, 2.0, 100.0])
+def test_tiny_and_usual_temperatures_are_taken(temperature: float) -> None:
+    check_sampling(Sampling(temperature=temperature, logprobs=20, seed=-1, top_k=0, min_p=1.0), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "value"),
+    [
+        ([], "empty"),
+        ([VOCAB], f"token id {VOCAB}"),
+        ([5, -1, 5], "token id -1"),
+        ([200000], "token id 200000"),
+        ([1] * 160, "160 tokens, which need 11 blocks of 16 with one more token"),
+    ],
+)
+def test_a_prompt_that_can_never_run_is_refused_and_the_next_one_runs(prompt: list[int], value: str) -> None:
+    harness = Harness(num_gpu_blocks=10, max_model_len=512)
+    with pytest.raises(Refusal) as refusal:
+        harness.scheduler.add("bad", prompt, Sampling())
+    assert (refusal.value.field, refusal.value.value) == ("prompt", value)
+    harness.add("good", range(10))
+    harness.run()
+
+
+def test_the_refusal_names_the_pool_and_the_model_length() -> None:
+    harness = Harness(num_gpu_blocks=10, max_model_len=512)
+    with pytest.raises(Refusal) as refusal:
+        harness.scheduler.add("long", [1] * 200, Sampling())
+    assert refusal.value.allowed == "at most 159 tokens: max_model_len is 512, the KV pool has 10 blocks"
+
+
+def test_the_longest_prompt_runs_and_gets_its_one_token() -> None:
+    harness = Harness(num_gpu_blocks=10, max_model_len=512)
+    harness.add("full", [1] * 159, max_tokens=None)
+    harness.run()
+    assert len(harness.tokens["full"]) == 1
+
+
+def test_a_live_request_id_cannot_be_taken_twice_but_a_finished_one_can() -> None:
+    harness = Harness()
+    harness.add("same", range(5))
+    with pytest.raises(Refusal, match="request_id"):
+        harness.scheduler.add("same", [1], Sampling())
+    harness.run()
+    assert harness.finished.pop("same").reason == "length"
+    harness.tokens.clear()
+    harness.add("same", range(9))
+    harness.run()
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10**6, 2**31])
+def test_max_tokens_is_cut_to_the_room_left(max_tokens: int | None) -> None:
+    harness = Harness(num_gpu_blocks=10, max_model_len=100)
+    harness.add("long", range(30), max_tokens)
+    harness.run()
+    assert len(harness.tokens["long"]) == 70 and harness.finished["long"].reason == "length"
