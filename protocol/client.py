@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import zmq
 
 from .codec import decode_from_engine, decode_from_peer, encode, pack_tokens, unpack_tokens
-from .connection import Connection, is_ready
+from .connection import Connection, Subscription
 from .errors import (
     ColdblockError,
     EngineDied,
@@ -53,7 +53,7 @@ from .messages import (
     TokensOut,
     Welcome,
 )
-from .sockets import TOPIC_STATS, TOPIC_SWAP, default_endpoint, subscriber
+from .sockets import LINGER_MS, TOPIC_STATS, TOPIC_SWAP, default_endpoint
 from .text import TextStream, load_tokenizer
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class AsyncClient:
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self._events_endpoint = events_endpoint
-        self._name = name
+        self._hello = encode(Hello(PROTOCOL_VERSION, name))
         self._tokenizer_path = tokenizer_path
         self._timeout_s = timeout_s
         self._heartbeat_s = heartbeat_s
@@ -210,7 +210,7 @@ class AsyncClient:
         self._ctx: zmq.Context[zmq.Socket[Any]] | None = None
         self._connection: Connection | None = None
         self._heartbeat: asyncio.Task[None] | None = None
-        self._closed = asyncio.Event()
+        self._closed = False
         self._settled = asyncio.Event()  # there is a Welcome, or a fault that only the user can mend
         self._welcome: Welcome | None = None
         self._fault: ProtocolError | None = None
@@ -219,6 +219,7 @@ class AsyncClient:
         self._step_age_s = 0.0
         self._streams: dict[str, _Stream] = {}
         self._stats_waiters: deque[asyncio.Future[Stats]] = deque()
+        self._subscriptions: set[Subscription] = set()
         self._tokenizers: dict[str, Tokenizer] = {}
 
     async def __aenter__(self) -> Self:
@@ -232,29 +233,31 @@ class AsyncClient:
 
     async def connect(self) -> None:
         """Open the sockets; an engine need not be there yet. Raises ColdblockError when the endpoint is not usable."""
-        if self._closed.is_set():
+        if self._closed:
             raise ColdblockError("this client was closed: make a new one")
         if self._connection is not None:
             return
         ctx: zmq.Context[zmq.Socket[Any]] = zmq.Context()
-        hello = encode(Hello(PROTOCOL_VERSION, self._name))
         try:
-            self._connection = Connection(ctx, self.endpoint, hello, self._receive, self._on_lost)
+            self._connection = Connection(ctx, self.endpoint, self._receive, self._on_lost)
         except ColdblockError:
             ctx.term()
             raise
         self._ctx = ctx
+        self._connection.send_soon(self._hello)
         self._heartbeat = asyncio.create_task(self._beat())
 
     async def close(self) -> None:
         """Say Goodbye (the engine then aborts our requests) and fail what is still open. Harmless when repeated."""
-        self._closed.set()
+        self._closed = True
         if self._connection is None or self._ctx is None or self._heartbeat is None:
             return
         connection, self._connection = self._connection, None
         with contextlib.suppress(zmq.Again):
             connection.send(encode(Goodbye()))
-        connection.close()
+        connection.close(LINGER_MS if self._welcome is not None else 0)
+        for subscription in self._subscriptions:
+            subscription.close()
         self._heartbeat.cancel()
         self._lose(ColdblockError("this client was closed while the request was open"))
         self._settled.set()
@@ -297,6 +300,7 @@ class AsyncClient:
 
     async def stats(self, timeout_s: float | None = None) -> Stats:
         """The engine's state now. Raises EngineUnreachable when it does not answer in time, or dies meanwhile."""
+        self._require_engine()
         self._send(StatsRequest())
         waiter: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
         self._stats_waiters.append(waiter)
@@ -317,17 +321,16 @@ class AsyncClient:
         endpoint = self._events_endpoint or (self._welcome.events_endpoint if self._welcome is not None else "")
         self._line()
         assert self._ctx is not None
-        sub = subscriber(self._ctx, endpoint, (TOPIC_SWAP, TOPIC_STATS))
+        subscription = Subscription(self._ctx, endpoint, (TOPIC_SWAP, TOPIC_STATS))
+        self._subscriptions.add(subscription)
         try:
-            while not self._closed.is_set():
-                if not is_ready(sub, zmq.POLLIN):
-                    await _readable(sub, self._closed)
-                    continue
-                message = _published(sub.recv_multipart(zmq.NOBLOCK))
+            while (frames := await subscription.receive()) is not None:
+                message = _published(frames)
                 if message is not None:
                     yield message
         finally:
-            sub.close(linger=0)
+            subscription.close()
+            self._subscriptions.discard(subscription)
 
     # ------------------------------------------------------------ requests
 
@@ -397,22 +400,25 @@ class AsyncClient:
 
     def _line(self) -> Connection:
         if self._connection is None:
-            state = "was closed: make a new one" if self._closed.is_set() else "is not connected: call connect() first"
+            state = "was closed: make a new one" if self._closed else "is not connected: call connect() first"
             raise ColdblockError(f"this client {state}")
         return self._connection
 
-    def _require_alive(self) -> None:
+    def _require_engine(self) -> None:
         self._line()
         if self._fault is not None:
             raise self._fault
         if self._welcome is None:
             raise EngineUnreachable(f"no engine answers at {self.endpoint}: start `coldblock engine`, or await ready()")
+
+    def _require_alive(self) -> None:
+        self._require_engine()
         if not self.alive:
             raise EngineUnreachable(
                 f"the engine at {self.endpoint} is stuck: no step for {self._step_age_s:.0f} s; see its log, restart it"
             )
 
-    def _send(self, message: Submit | Abort | Ping | StatsRequest | Goodbye) -> None:
+    def _send(self, message: Submit | Abort | Ping | StatsRequest) -> None:
         """Check the message as the engine will, then send it. Raises ProtocolError, EngineUnreachable."""
         line = self._line()
         frame = encode(message)
@@ -514,7 +520,7 @@ class AsyncClient:
             self._refuse_version(fault.message)
         elif fault.code == "no_hello":
             self._lose(EngineDied("the engine had forgotten this client, and aborted its requests; submit again"))
-            self._line().say_hello()
+            self._line().send_soon(self._hello)
         else:  # it does not say which message; a request that was heard of is not the one
             log.error("the engine at %s could not understand a message: %s", self.endpoint, fault.message)
             for stream in [s for s in self._streams.values() if not s.started]:
@@ -531,13 +537,12 @@ class AsyncClient:
     def _on_lost(self) -> None:
         self._fault = None
         self._lose(EngineDied(f"the connection to the engine at {self.endpoint} broke; submit again when it is back"))
+        self._line().send_soon(self._hello)
 
     def _rejoin(self, error: ColdblockError) -> None:
         """Give up what is open, and start over on the same connection once the engine reads again."""
         self._lose(error)
-        with contextlib.suppress(EngineUnreachable):
-            self._send(Goodbye())
-        self._line().say_hello()
+        self._line().send_soon(encode(Goodbye()), self._hello)
 
     def _lose(self, error: ColdblockError) -> None:
         """No engine from now on: every open request ends with `error`, every wait for stats too."""
@@ -560,21 +565,6 @@ def _published(frames: list[bytes]) -> SwapEvent | Stats | None:
         log.warning("ignored a publication: %s", error)
         return None
     return message if isinstance(message, SwapEvent | Stats) else None
-
-
-async def _readable(sock: zmq.Socket[Any], closed: asyncio.Event) -> None:
-    """Wait until the socket's state changed or `closed` is set."""
-    loop = asyncio.get_running_loop()
-    changed = asyncio.Event()
-    descriptor = sock.fileno()
-    loop.add_reader(descriptor, changed.set)
-    waits = [asyncio.ensure_future(changed.wait()), asyncio.ensure_future(closed.wait())]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        loop.remove_reader(descriptor)
-        for wait in waits:
-            wait.cancel()
 
 
 # ---------------------------------------------------------------- without an event loop

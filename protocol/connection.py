@@ -1,19 +1,19 @@
-"""A peer's line to the engine inside an event loop: frames in, frames out, and the moment the line breaks.
+"""A peer's lines to the engine inside an event loop: frames in, frames out, and the moment the line breaks.
 
-Owns: the DEALER, its monitor, and saying Hello on every new connection.
+Owns: the DEALER and its monitor, and the SUBs.
 Does not know: requests, heartbeats, what the frames mean.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from .sockets import peer_dealer
+from .sockets import monitored_dealer, subscriber
 
 _BATCH = 256  # frames handled before the event loop gets its turn
 
@@ -26,47 +26,44 @@ def is_ready(sock: zmq.Socket[Any], direction: int) -> bool:
 class Connection:
     """Calls `on_frame(bytes)` for each frame received and `on_lost()` when the connection breaks; reconnects by itself.
 
-    `hello` is sent first on every connection. All methods belong to the thread of the event loop.
+    All methods belong to the thread of the event loop.
     """
 
     def __init__(
         self,
         ctx: zmq.Context[zmq.Socket[Any]],
         endpoint: str,
-        hello: bytes,
         on_frame: Callable[[bytes], None],
         on_lost: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._hello = hello
-        self._hello_due = True
         self._on_frame = on_frame
         self._on_lost = on_lost
-        self._dealer = peer_dealer(ctx, endpoint)
-        self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._due: deque[bytes] = deque()
+        self._dealer, self._monitor = monitored_dealer(ctx, endpoint, zmq.EVENT_DISCONNECTED)
         for sock in (self._dealer, self._monitor):
             self._loop.add_reader(sock.fileno(), self._pump)
         self._loop.call_soon(self._pump)
 
     def send(self, frame: bytes) -> None:
-        """Send now. Raises zmq.Again when there is no connection or the queue to the engine is full."""
+        """Send now. Raises zmq.Again when the queue to the engine is full."""
         try:
             self._dealer.send(frame, zmq.NOBLOCK)
         finally:
             self._loop.call_soon(self._pump)  # sending may have swallowed the wake-up of a frame that came in
 
-    def say_hello(self) -> None:
-        """Introduce ourselves (again) as soon as the connection takes it."""
-        self._hello_due = True
+    def send_soon(self, *frames: bytes) -> None:
+        """Send as soon as the queue has room; forgotten when the connection breaks before."""
+        self._due.extend(frames)
         self._loop.call_soon(self._pump)
 
-    def close(self) -> None:
-        """Close the sockets; what was sent still leaves, for as long as LINGER allows."""
+    def close(self, linger_ms: int) -> None:
+        """Close the sockets; what was sent has this long to leave."""
         for sock in (self._dealer, self._monitor):
             self._loop.remove_reader(sock.fileno())
         self._dealer.disable_monitor()
         self._monitor.close(linger=0)
-        self._dealer.close()
+        self._dealer.close(linger_ms)
 
     def _pump(self) -> None:
         """Handle all that is ready. ZeroMQ's descriptors signal changes, not states: stop only when nothing is left."""
@@ -77,9 +74,8 @@ class Connection:
                 self._receive()
             elif is_ready(self._monitor, zmq.POLLIN):
                 self._on_monitor_event()
-            elif self._hello_due and is_ready(self._dealer, zmq.POLLOUT):
-                self._hello_due = False
-                self._dealer.send(self._hello, zmq.NOBLOCK)
+            elif self._due and is_ready(self._dealer, zmq.POLLOUT):
+                self._dealer.send(self._due.popleft(), zmq.NOBLOCK)
             else:
                 return
         self._loop.call_soon(self._pump)
@@ -89,10 +85,34 @@ class Connection:
             self._on_frame(frame)
 
     def _on_monitor_event(self) -> None:
-        event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._hello_due = True
-            return
+        self._monitor.recv_multipart(zmq.NOBLOCK)
         while not self._dealer.closed and is_ready(self._dealer, zmq.POLLIN):
             self._receive()  # what the engine said before the line broke still counts
+        self._due.clear()
         self._on_lost()
+
+
+class Subscription:
+    """What an engine publishes under these topics, one publication at a time."""
+
+    def __init__(self, ctx: zmq.Context[zmq.Socket[Any]], endpoint: str, topics: Iterable[bytes]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._sub = subscriber(ctx, endpoint, topics)
+        self._loop.add_reader(self._sub.fileno(), self._changed.set)
+
+    async def receive(self) -> list[bytes] | None:
+        """The frames of the next publication (topic, message); None once the subscription is closed."""
+        while not self._sub.closed:
+            if is_ready(self._sub, zmq.POLLIN):
+                return self._sub.recv_multipart(zmq.NOBLOCK)
+            self._changed.clear()
+            await self._changed.wait()
+        return None
+
+    def close(self) -> None:
+        """Unsubscribe, and wake who waits. Harmless when repeated."""
+        if not self._sub.closed:
+            self._loop.remove_reader(self._sub.fileno())
+            self._sub.close(linger=0)
+            self._changed.set()

@@ -250,13 +250,24 @@ def _serve_curve(sock: zmq.Socket[Any], endpoint: str, keys: CurveKeys) -> None:
 
 
 def peer_dealer(ctx: zmq.Context[_S], endpoint: str) -> _S:
-    """A DEALER that connects, and reconnects, to an engine. Nothing is queued to an engine that is not there.
+    """A DEALER that connects, and reconnects, to an engine.
 
+    What is sent while no engine is there waits in the bounded queue for the next one: send nothing but a Hello before
+    its Welcome. (ZMQ_IMMEDIATE would refuse to queue, but also drops what a dying engine said and nobody had read.)
     Raises ColdblockError when the endpoint is not usable; an absent engine is no error.
     """
+    return _connect(_limited(ctx.socket(zmq.DEALER), DEALER_HWM), endpoint)
+
+
+def monitored_dealer(ctx: zmq.Context[_S], endpoint: str, events: int) -> tuple[_S, _S]:
+    """A `peer_dealer`, and the socket that reports these of its events (zmq.EVENT_...) from the first connection on."""
     dealer = _limited(ctx.socket(zmq.DEALER), DEALER_HWM)
-    dealer.setsockopt(zmq.IMMEDIATE, 1)
-    return _connect(dealer, endpoint)
+    monitor = dealer.get_monitor_socket(events)
+    try:
+        return _connect(dealer, endpoint), monitor
+    except ColdblockError:
+        monitor.close(linger=0)
+        raise
 
 
 def subscriber(ctx: zmq.Context[_S], endpoint: str, topics: Iterable[bytes]) -> _S:

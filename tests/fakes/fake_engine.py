@@ -144,6 +144,7 @@ class FakeEngine:
 
     def start(self) -> FakeEngine:
         self._router = engine_router(self._ctx, self.endpoint)
+        self._router.setsockopt(zmq.SNDTIMEO, 2000)
         self._pub = publisher(self._ctx, self.events_endpoint)
         self._thread = threading.Thread(target=self._serve, name="fake-engine", daemon=True)
         self._thread.start()
@@ -168,18 +169,22 @@ class FakeEngine:
     def send(self, message: Any) -> None:
         """Send a message (or raw bytes) to every peer."""
         frame = message if isinstance(message, bytes) else encode(message)
-        self._commands.put(lambda: [self._send_frame(peer, frame) for peer in self._peers] and None)
+        self._commands.put(lambda: [self._send_frame(peer, frame) for peer in list(self._peers)] and None)
 
     def publish(self, message: SwapEvent | Stats) -> None:
         """Publish on the PUB socket under the message's topic."""
         topic = TOPIC_STATS if isinstance(message, Stats) else TOPIC_SWAP
         self._commands.put(lambda: self._pub.send_multipart([topic, encode(message)]))
 
+    def messages(self, kind: type) -> list[Any]:
+        """The messages of this kind that came so far."""
+        return [m for m in list(self.received) if isinstance(m, kind)]
+
     def wait_for(self, kind: type, count: int = 1, timeout_s: float = 10.0) -> list[Any]:
-        """The messages of this kind, once there are `count` of them."""
+        """The messages of this kind, once there are `count` of them. Blocks: not for use inside an event loop."""
         end = time.monotonic() + timeout_s
         while True:
-            found = [m for m in list(self.received) if isinstance(m, kind)]
+            found = self.messages(kind)
             if len(found) >= count:
                 return found
             assert time.monotonic() < end, f"only {len(found)} of {count} {kind.__name__} came: {self.received}"
@@ -229,7 +234,7 @@ class FakeEngine:
             if self.frozen:
                 time.sleep(0.005)
                 continue
-            if self._router.poll(0 if self._has_due() else 3):
+            if self._router.poll(0 if self._has_due() else 3) and not self.frozen:
                 peer, *frames = self._router.recv_multipart()
                 self._receive(peer, frames[-1])
             for key in list(self._running):
@@ -328,6 +333,7 @@ class FakeEngine:
 
     def _send_frame(self, peer: bytes, frame: bytes) -> None:
         try:
-            self._router.send_multipart([peer, frame], zmq.NOBLOCK)
-        except zmq.ZMQError:  # the peer is gone
+            self._router.send_multipart([peer, frame])
+        except zmq.ZMQError:  # the peer is gone, or has not read for SNDTIMEO: forget it, as an engine does
+            self._peers.pop(peer, None)
             self._running = {key: run for key, run in self._running.items() if key[0] != peer}
