@@ -267,7 +267,7 @@ class FakeEngine:
         elif isinstance(message, Goodbye):
             for _, request_id in [key for key in self._running if key[0] == peer]:
                 self._abort(peer, request_id)
-            del self._peers[peer]
+            self._peers.pop(peer, None)
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
@@ -283,8 +283,8 @@ class FakeEngine:
             self._finish((peer, request_id), run, Finished("abort", usage(run.prompt_tokens, run.made)))
 
     def _advance(self, key: tuple[bytes, str]) -> None:
-        run = self._running[key]
-        if run.due > time.monotonic():
+        run = self._running.get(key)
+        if run is None or run.due > time.monotonic():
             return
         run.due = time.monotonic() + self._delay_s
         limit = run.submit.sampling.max_tokens
@@ -309,10 +309,10 @@ class FakeEngine:
             run.made += len(item.tokens) // 4
             self._send(peer, Tokens((msgspec.structs.replace(item, request_id=request_id),)))
             if item.finished is not None:
-                del self._running[key]
+                self._running.pop(key, None)
         elif isinstance(item, Refused):
             self._send(peer, msgspec.structs.replace(item, request_id=request_id))
-            del self._running[key]
+            self._running.pop(key, None)
         else:
             event = swap_event(phase=item) if isinstance(item, str) else item
             event = msgspec.structs.replace(event, request_id=request_id)
@@ -320,7 +320,7 @@ class FakeEngine:
             self._pub.send_multipart([TOPIC_SWAP, encode(event)])
 
     def _finish(self, key: tuple[bytes, str], run: _Running, finished: Finished) -> None:
-        del self._running[key]
+        self._running.pop(key, None)
         self._send(key[0], Tokens((TokensOut(key[1], b"", None, finished),)))
 
     def _fault(self, peer: bytes, code: str, message: str) -> None:
