@@ -53,16 +53,22 @@ async def engine_ready(endpoint: str) -> ModelInfo:
         return await client.ready(timeout_s=START_TIMEOUT_S)
 
 
-async def port_open(host: str, port: int) -> None:
-    """Wait until something accepts connections there; for ever, so race it against its end."""
-    while True:
+async def frontend_ready(host: str, port: int) -> None:
+    """Wait until the frontend there is healthy, which includes its engine; for ever, so race it against its end."""
+    while not await _is_healthy(host, port):
+        await asyncio.sleep(_POLL_S)
+
+
+async def _is_healthy(host: str, port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
         try:
-            _, writer = await asyncio.open_connection(host, port)
-        except OSError:
-            await asyncio.sleep(_POLL_S)
-        else:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return b" 200 " in await reader.readline()
+        finally:
             writer.close()
-            return
+    except OSError:
+        return False
 
 
 @asynccontextmanager
@@ -79,7 +85,7 @@ async def running_frontend(endpoint: str, *flags: str) -> AsyncIterator[tuple[st
     """A frontend for the engine at `endpoint`; yields its host and port."""
     host, port = "127.0.0.1", free_port("127.0.0.1", 0)
     command = own_command("frontend", "--engine", endpoint, "--host", host, "--port", str(port), *flags)
-    async with _running("frontend", command, port_open(host, port)):
+    async with _running("frontend", command, frontend_ready(host, port)):
         yield host, port
 
 

@@ -18,7 +18,7 @@ from ..protocol.errors import ColdblockError
 from ..protocol.sockets import default_endpoint, default_events_endpoint
 from ..settings import Settings, UsageError, flag_name, load
 from .children import STOP_GRACE_S, own_command, run_until_signal
-from .daemons import engine_ready, free_port, own_endpoints, port_open
+from .daemons import engine_ready, free_port, frontend_ready, own_endpoints
 from .errors import report
 from .fetch_model import resolve_model
 from .supervisor import ChildSpec, supervise
@@ -79,7 +79,7 @@ def child_specs(settings: ServeSettings, port: int) -> tuple[ChildSpec, ChildSpe
         return f"{model.name} on {model.device}, {model.num_gpu_blocks} KV blocks, endpoint {endpoint}"
 
     async def describe_frontend() -> str:
-        await port_open(settings.host, port)
+        await frontend_ready(settings.host, port)
         return f"listening on http://{settings.host}:{port}"
 
     engine = ChildSpec("engine", own_command("engine", settings.model, *engine_flags), describe_engine, engine_env)
