@@ -1,6 +1,6 @@
 """The client library: submit a prompt, iterate its tokens and swap events, notice when the engine dies.
 
-Owns: `AsyncClient`, `Generation`, and `Client`, which is the same for code without an event loop.
+Owns: `AsyncClient`, and `Client`, which is the same for code without an event loop.
 Does not know: HTTP, chat templates, how the engine works. Meaning of values is checked by the engine.
 """
 
@@ -11,11 +11,9 @@ import contextlib
 import logging
 import threading
 import uuid
-import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError as FutureCancelled
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -31,12 +29,12 @@ from .errors import (
     RequestFailed,
     RequestRefused,
 )
+from .generation import Completion, Generation, Item, Stream, TokenChunk
 from .messages import (
     PROTOCOL_VERSION,
     Abort,
     EngineMessage,
     Fault,
-    Finished,
     Goodbye,
     Hello,
     ModelInfo,
@@ -48,7 +46,6 @@ from .messages import (
     StatsRequest,
     Submit,
     SwapEvent,
-    TokenLogprob,
     Tokens,
     TokensOut,
     Welcome,
@@ -62,121 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-
-@dataclass(frozen=True, slots=True)
-class TokenChunk:
-    """New tokens of one request. `text` is what they complete, "" without a tokenizer. The last has `finished` set."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    finished: Finished | None = None
-    text: str = ""
-
-
-@dataclass(slots=True)
-class Completion:
-    """All of one answer. `logprobs` and `text` are None when they were not asked for or there was no tokenizer."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None
-    finished: Finished
-    swap_events: list[SwapEvent]
-    text: str | None
-
-
-Item = TokenChunk | SwapEvent
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """What arrived for one open request and was not read yet; bounded by the request's own length."""
-
-    request_id: str
-    text: TextStream | None
-    items: deque[Item] = field(default_factory=deque)
-    started: bool = False
-    ended: bool = False
-    abandoned: bool = False
-    error: ColdblockError | None = None
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, item: Item) -> None:
-        self.started = True
-        if not self.abandoned:
-            self.items.append(item)
-            self.wake.set()
-
-    def end(self, error: ColdblockError | None = None) -> None:
-        self.ended = True
-        self.error = error
-        self.wake.set()
-
-    async def next(self) -> Item:
-        while not self.items:
-            if self.error is not None:
-                raise self.error
-            if self.ended or self.abandoned:
-                raise StopAsyncIteration
-            self.wake.clear()
-            await self.wake.wait()
-        return self.items.popleft()
-
-
-class Generation:
-    """One request: an async iterator of `TokenChunk` and `SwapEvent`, ending after the chunk whose `finished` is set.
-
-    Iterating raises RequestRefused, RequestFailed or EngineDied. A generation that is forgotten, or whose iteration is
-    cancelled, aborts its request.
-    """
-
-    def __init__(self, client: AsyncClient, stream: _Stream, prompt_token_ids: list[int]) -> None:
-        self.request_id = stream.request_id
-        self.prompt_token_ids = prompt_token_ids
-        self._client = client
-        self._stream = stream
-        loop = asyncio.get_running_loop()
-        weakref.finalize(self, _abandon_soon, loop, client._abandon, stream).atexit = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Item:
-        try:
-            return await self._stream.next()
-        except asyncio.CancelledError:
-            self._client._abandon(self._stream)
-            raise
-
-    async def abort(self) -> None:
-        """Stop generating; the iterator then ends with a chunk whose reason is "abort". Harmless after the end."""
-        await self._client.abort(self.request_id)
-
-    async def result(self) -> Completion:
-        """Read to the end. Raises what iterating raises."""
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        swap_events: list[SwapEvent] = []
-        text: list[str] = []
-        finished: Finished | None = None
-        async for item in self:
-            if isinstance(item, SwapEvent):
-                swap_events.append(item)
-                continue
-            token_ids.extend(item.token_ids)
-            logprobs.extend(item.logprobs or ())
-            text.append(item.text)
-            finished = item.finished
-        if finished is None:
-            raise ColdblockError(f"request {self.request_id} was already read to its end; call result() once")
-        has_text = self._stream.text is not None
-        return Completion(token_ids, logprobs or None, finished, swap_events, "".join(text) if has_text else None)
-
-
-def _abandon_soon(loop: asyncio.AbstractEventLoop, abandon: Callable[[_Stream], None], stream: _Stream) -> None:
-    """Called by the garbage collector, in any thread."""
-    if not stream.ended:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and the request with it
-            loop.call_soon_threadsafe(abandon, stream)
+__all__ = ["AsyncClient", "BlockingGeneration", "Client", "Completion", "Generation", "Item", "TokenChunk"]
 
 
 class AsyncClient:
@@ -217,7 +100,7 @@ class AsyncClient:
         self._pings_sent = 0
         self._pings_answered = 0
         self._step_age_s = 0.0
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._stats_waiters: deque[asyncio.Future[Stats]] = deque()
         self._subscriptions: set[Subscription] = set()
         self._tokenizers: dict[str, Tokenizer] = {}
@@ -291,7 +174,7 @@ class AsyncClient:
                     await self._settled.wait()
                     self._line()
                     if self._fault is not None:
-                        raise self._fault
+                        raise self._fault.with_traceback(None)
         except TimeoutError:
             raise EngineUnreachable(
                 f"no engine answers at {self.endpoint} within {limit:g} s: start one (`coldblock engine`) or check it"
@@ -362,9 +245,9 @@ class AsyncClient:
         submit = Submit(request_id, pack_tokens(token_ids), sampling or SamplingParams(), priority)
         self._require_alive()
         self._send(submit)
-        stream = _Stream(request_id, TextStream(tokenizer) if tokenizer is not None else None)
+        stream = Stream(request_id, TextStream(tokenizer) if tokenizer is not None else None)
         self._streams[request_id] = stream
-        return Generation(self, stream, token_ids)
+        return Generation(stream, token_ids, abort=self.abort, abandon=self._abandon)
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its iterator ends with reason "abort". Ids that are not open here are ignored."""
@@ -384,7 +267,7 @@ class AsyncClient:
             self._tokenizers[path] = await asyncio.to_thread(load_tokenizer, path)
         return self._tokenizers[path]
 
-    def _abandon(self, stream: _Stream) -> None:
+    def _abandon(self, stream: Stream) -> None:
         """Nobody reads this request any more. Its id stays taken until the engine has said the last word."""
         if self._streams.get(stream.request_id) is stream and not stream.abandoned:
             stream.abandoned = True
@@ -407,7 +290,7 @@ class AsyncClient:
     def _require_engine(self) -> None:
         self._line()
         if self._fault is not None:
-            raise self._fault
+            raise self._fault.with_traceback(None)
         if self._welcome is None:
             raise EngineUnreachable(f"no engine answers at {self.endpoint}: start `coldblock engine`, or await ready()")
 

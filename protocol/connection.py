@@ -67,18 +67,29 @@ class Connection:
 
     def _pump(self) -> None:
         """Handle all that is ready. ZeroMQ's descriptors signal changes, not states: stop only when nothing is left."""
-        for _ in range(_BATCH):
-            if self._dealer.closed:
-                return
-            if is_ready(self._dealer, zmq.POLLIN):
-                self._receive()
-            elif is_ready(self._monitor, zmq.POLLIN):
-                self._on_monitor_event()
-            elif self._due and is_ready(self._dealer, zmq.POLLOUT):
-                self._dealer.send(self._due.popleft(), zmq.NOBLOCK)
-            else:
-                return
-        self._loop.call_soon(self._pump)
+        more = True
+        try:
+            for _ in range(_BATCH):
+                more = self._handle_one()
+                if not more:
+                    return
+        finally:
+            if more:  # the batch is over, or a callback raised
+                self._loop.call_soon(self._pump)
+
+    def _handle_one(self) -> bool:
+        """Receive, report or send one thing; False when there was none."""
+        if self._dealer.closed:
+            return False
+        if is_ready(self._dealer, zmq.POLLIN):
+            self._receive()
+        elif is_ready(self._monitor, zmq.POLLIN):
+            self._on_monitor_event()
+        elif self._due and is_ready(self._dealer, zmq.POLLOUT):
+            self._dealer.send(self._due.popleft(), zmq.NOBLOCK)
+        else:
+            return False
+        return True
 
     def _receive(self) -> None:
         for frame in self._dealer.recv_multipart(zmq.NOBLOCK):

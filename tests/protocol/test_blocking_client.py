@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 
 import pytest
@@ -29,6 +30,16 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """As if the user pressed Ctrl-C while the body waits."""
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
 
 
 @pytest.fixture
@@ -93,13 +104,12 @@ def test_an_interrupt_leaves_nothing_hanging() -> None:
             client.ready()
             generation = client.submit([1], request_id="r")
             next(generation)
-            main = threading.main_thread().ident
-            assert main is not None
-            threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
-            with pytest.raises(KeyboardInterrupt):
+            with interrupted():
                 next(generation)
             until(lambda: engine.aborted == {"r"})
             assert list(generation) == []
+            with interrupted():
+                next(client.events())
             assert next(client.submit([2])) == TokenChunk((3,))
         assert not [t for t in threading.enumerate() if t.name == "coldblock-client"]
 

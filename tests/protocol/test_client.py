@@ -178,6 +178,27 @@ async def test_events_go_on_after_a_publication_that_nobody_understands() -> Non
             assert isinstance(waiting.result(), SwapEvent)
 
 
+async def test_events_go_on_with_the_next_engine(endpoint: str) -> None:
+    async with asyncio.timeout(30), AsyncClient(endpoint) as client:
+        with FakeEngine(endpoint=endpoint) as first:
+            await client.ready()
+            events = client.events()
+            assert await published_by(first, events) == first.engine_id
+        with FakeEngine(endpoint=endpoint) as second:
+            assert await published_by(second, events) == second.engine_id
+
+
+async def published_by(engine: FakeEngine, events: AsyncIterator[Any]) -> str:
+    """The engine id of the first stats that arrive while this engine publishes, older ones aside."""
+    while True:
+        waiting = asyncio.ensure_future(anext(events))
+        while not waiting.done():
+            engine.publish(engine.stats())
+            await asyncio.sleep(0.01)
+        if waiting.result().engine_id == engine.engine_id:
+            return engine.engine_id
+
+
 def test_it_works_under_uvloop() -> None:
     async def scenario() -> list[int]:
         with FakeEngine(lambda prompt: [1, 2, 3]) as engine:
