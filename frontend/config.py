@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
-from ..protocol.sockets import default_endpoint
+from ..protocol.errors import ColdblockError
+from ..protocol.sockets import CurveKeys, check_endpoint, default_endpoint
 from ..settings import LogLevel, Settings
 
 
@@ -48,6 +49,16 @@ class FrontendSettings(Settings):
     max_body_mb: int = Field(32, ge=1, le=1024, description="largest request body, in MiB")
     shutdown_timeout: int = Field(30, ge=0, description="seconds that open streams get to finish after SIGTERM")
     log_level: LogLevel = Field("info", description="least severe messages to log; debug also logs each request")
+
+    @field_validator("engine")
+    @classmethod
+    def _check_endpoints(cls, endpoints: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            for endpoint in endpoints:
+                check_endpoint(endpoint, CurveKeys.from_environment())
+        except ColdblockError as error:
+            raise ValueError(str(error)) from error
+        return endpoints
 
     _split_engine = field_validator("engine", mode="before")(_split)
     _split_api_key = field_validator("api_key", mode="before")(_split)

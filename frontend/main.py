@@ -18,6 +18,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess, parent_process
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -96,7 +97,7 @@ def supervise(settings: FrontendSettings, listener: socket.socket) -> int:
     """Run `settings.workers` processes on one listening socket; when one ends, all end."""
     context = multiprocessing.get_context("spawn")
     workers = [
-        context.Process(target=_work, args=(settings, listener, index), name=f"worker-{index}")
+        context.Process(target=_work, args=(settings.model_dump(), listener, index), name=f"worker-{index}")
         for index in range(settings.workers)
     ]
     for process in workers:
@@ -118,11 +119,11 @@ def supervise(settings: FrontendSettings, listener: socket.socket) -> int:
     return EXIT_OK if stopping.is_set() else EXIT_FAILED
 
 
-def _work(settings: FrontendSettings, listener: socket.socket, index: int) -> None:
-    """A worker process: serves, and ends with its supervisor."""
+def _work(values: dict[str, Any], listener: socket.socket, index: int) -> None:
+    """A worker process: serves with settings that its supervisor validated, and ends with it."""
     threading.Thread(target=_follow_parent, daemon=True).start()
     with suppress(KeyboardInterrupt, asyncio.CancelledError):
-        serve(settings, listener, index)
+        serve(FrontendSettings.model_construct(**values), listener, index)
 
 
 def _follow_parent() -> None:

@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,34 +87,47 @@ class Server:
     engine: FakeEngine
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, **options)
+        return httpx.Client(base_url=self.url, **{"timeout": 20, **options})
 
-    def wait_for_health(self, status: int, timeout_s: float = 20.0) -> httpx.Response:
+    def wait_for_health(self, status: int) -> httpx.Response:
         """/health's reply, once it has this status."""
-        deadline = threading.Event()
-        timer = threading.Timer(timeout_s, deadline.set)
-        timer.start()
-        try:
-            with self.http() as http:
-                while (reply := http.get("/health")).status_code != status:
-                    assert not deadline.wait(0.02), f"/health stays {reply.status_code}: {reply.text}"
-                return reply
-        finally:
-            timer.cancel()
+        with self.http() as http:
+            wait_until(lambda: http.get("/health").status_code == status)
+            return http.get("/health")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Poll until true; fails after the timeout."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine, *, client_options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Server]:
-    """A frontend over a started engine, in a thread, on a free loopback port."""
+def serving(*engines: FakeEngine, client_options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Server]:
+    """A frontend over started engines, in a thread, on a free loopback port."""
     listener = bind("127.0.0.1", 0)
-    options = FrontendSettings(engine=(engine.endpoint,), **settings)
+    options = FrontendSettings(engine=tuple(engine.endpoint for engine in engines), **settings)
     clients = [AsyncClient(endpoint, **(client_options or {})) for endpoint in options.engine]
     server = uvicorn.Server(uvicorn.Config(create_app(options, clients), log_level="warning", http="httptools"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:
-        yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", engine)
+        yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", engines[0])
     finally:
         server.should_exit = True
         thread.join(timeout=20)
         assert not thread.is_alive(), "the frontend did not stop"
+
+
+@contextlib.contextmanager
+def scripted(
+    folder: Path, script: Iterable[Any], *, client_options: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Server]:
+    """A healthy frontend whose engine answers every request with `script`."""
+    items = list(script)
+    engine = fake_engine(folder, lambda prompt: iter(items), **options)
+    with engine, serving(engine, client_options=client_options) as server:
+        server.wait_for_health(200)
+        yield server

@@ -54,7 +54,9 @@ def test_a_template_that_breaks_is_a_400(source: str) -> None:
     assert "cannot render" in refusal(source).message
 
 
-@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__.os }}"])
+@pytest.mark.parametrize(
+    "source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__.os }}"]
+)
 def test_the_sandbox_holds(source: str) -> None:
     refusal(source)
 
