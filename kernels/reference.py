@@ -45,7 +45,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 
 def attend_many(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Causal attention of one sequence's chunk: q [T, H, D] at positions start.., k and v [G, start+T, D] -> [T, H*D]."""
+    """Causal attention of one chunk: q [T, H, D] at positions start.., k and v [G, start+T, D] -> [T, H*D]."""
     tokens, heads, dim = q.shape
     mask = None
     if start:

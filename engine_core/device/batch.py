@@ -2,8 +2,8 @@
 
 Owns: `PagedBatch`, which lives for one forward pass. Does not know: models, sampling, how chunks were chosen.
 
-Chunks of one token (decode) are attended together in groups of similar length, longer chunks one by one. All indices are
-computed once and serve every layer.
+Chunks of one token (decode) are attended together in groups of similar length, longer chunks one by one. All indices
+are computed once and serve every layer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..control.plan import Chunk
 from ...kernels import reference
+from ..control.plan import Chunk
 from .kv_pool import KVPool
 
 
@@ -104,10 +104,9 @@ class PagedBatch:
         """Shorter contexts are padded with their own first page, so that nobody's values but their own are touched."""
         pages = [self._pages(chunk) for chunk in chunks]
         longest = max(pages)
-        tables = [
-            (*chunk.block_table[:n], *[chunk.block_table[0]] * (longest - n))
-            for chunk, n in zip(chunks, pages, strict=True)
-        ]
+        tables = []
+        for chunk, used in zip(chunks, pages, strict=True):
+            tables.append((*chunk.block_table[:used], *[chunk.block_table[0]] * (longest - used)))
         lengths = torch.tensor([chunk.start + 1 for chunk in chunks])
         past_end = torch.arange(longest * self._pool.block_size) >= lengths[:, None]
         bias = torch.zeros(past_end.shape).masked_fill_(past_end, -math.inf)
@@ -125,7 +124,7 @@ class PagedBatch:
         return numbers.view(rows, pages, 2, -1).permute(2, 0, 3, 1).reshape(-1)
 
     def _clear_new_tail_blocks(self) -> None:
-        """Zero the blocks that this pass begins and does not fill: whole pages are read, and a masked NaN is still a NaN."""
+        """Zero the blocks that this pass begins and does not fill: whole pages are read, and NaN times 0 is NaN."""
         new = []
         for chunk in self.chunks:
             end = chunk.start + len(chunk.token_ids)

@@ -15,8 +15,9 @@ class ExecutorConfig:
     """Settings of one executor.
 
     `num_gpu_blocks` None sizes the pool from free memory. `cpu_offload_bytes` 0 switches the CPU tier off.
-    `load_format` "dummy" makes seeded random weights of the shape that config.json gives. `compute_dtype` "auto" is the
-    checkpoint's own (bf16 for four-bit checkpoints). `deterministic`: a request's tokens do not depend on what else runs.
+    `load_format` "dummy" makes seeded random weights of the shape that config.json gives. `compute_dtype` "auto" is
+    the checkpoint's own (bf16 for four-bit checkpoints). `deterministic`: a request's tokens do not depend on what
+    else runs.
     `num_threads` None leaves the thread count as it is.
     """
 

@@ -2,8 +2,8 @@
 
 Owns: the loaded model, the pool, the transfers. Does not know: requests beyond one step, scheduling, sockets.
 
-A step is computed when it begins, so `complete_step` only polls the copies. With `deterministic` every token is a forward
-pass of its own: all shapes then follow from that token's context, and so does every bit of its result.
+A step is computed when it begins, so `complete_step` only polls the copies. With `deterministic` every token is a
+forward pass of its own: all shapes then follow from that token's context, and so does every bit of its result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import MemoryBudgetError
 from ..kv_layout import ComputeDtype, paged_kv_block_bytes, resolve_kv_cache_dtype
 from ..models.layers import Decoder
 from ..models.registry import ModelConfig, read_model_config
-from ..models.weights import Checkpoint, DummyCheckpoint, load_decoder
+from ..models.weights import Checkpoint, DummyCheckpoint, LoadOptions, load_decoder
 from .batch import PagedBatch
 from .config import ExecutorConfig
 from .executor import Capacity
@@ -116,23 +116,16 @@ class CpuExecutor:
         dummy = options.load_format == "dummy"
         source = DummyCheckpoint(config, options.seed) if dummy else Checkpoint(config.path)
         copies = not options.deterministic and _linear_elements(config) * dtype.itemsize < available_memory() // 4
-        return load_decoder(
-            config,
-            source,
-            linear_dtype=dtype,
-            four_bit=compute != "fp32",
-            dense_copies=copies,
-            positions=self._max_len,
-        )
+        load = LoadOptions(dtype, four_bit=compute != "fp32", dense_copies=copies, positions=self._max_len)
+        return load_decoder(config, source, load)
 
     def _size(self, block_bytes: int) -> Capacity:
         """Blocks per tier. Without a count, the pool takes its share of what is free, or less where less is useful."""
         options, free = self._config, available_memory()
         cpu_bytes = options.cpu_offload_bytes
         if cpu_bytes > free:
-            raise MemoryBudgetError(
-                "--max-cpu-offload-mb", f"{cpu_bytes >> 20} MiB of RAM wanted, {free >> 20} MiB are free"
-            )
+            problem = f"{cpu_bytes >> 20} MiB of RAM wanted, {free >> 20} MiB are free"
+            raise MemoryBudgetError("--max-cpu-offload-mb", problem)
         blocks = options.num_gpu_blocks
         if blocks is None:
             room = min(int((free - cpu_bytes) * options.gpu_memory_utilization), _MOST_POOL_BYTES)

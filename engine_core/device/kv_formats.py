@@ -90,7 +90,7 @@ class Int8Format:
         return pool.view(-1, self._elements + 2 * self._shape[0])
 
     def write(self, planes: Tensor, plane: Tensor, slot: Tensor, values: Tensor) -> None:
-        """See KVFormat. The scale is rounded to fp16 before it divides, so that reading multiplies by the same number."""
+        """See KVFormat. The scale is rounded to fp16 before it divides: reading multiplies by the same number."""
         finite = values.clamp(-65504.0, 65504.0)
         scales = (finite.abs().amax(-1, keepdim=True) / 127).clamp_min_(2.0**-24).half()
         codes = (finite / scales.float()).round_().clamp_(-127, 127).to(torch.int8)

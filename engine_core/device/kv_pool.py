@@ -2,8 +2,8 @@
 
 Owns: the memory of every block, and where in a block a plane lies. Does not know: which block is free or whose it is.
 
-A block is one run of bytes: [layer][K, V][kv_head] planes (see `kv_formats`). All planes of the pool have one size, so that
-(block, layer, K or V, head) is plane number ((block * layers + layer) * 2 + kv) * heads + head.
+A block is one run of bytes: [layer][K, V][kv_head] planes (see `kv_formats`). All planes of the pool have one size, so
+that (block, layer, K or V, head) is plane number ((block * layers + layer) * 2 + kv) * heads + head.
 """
 
 from __future__ import annotations

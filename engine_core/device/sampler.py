@@ -2,9 +2,9 @@
 
 Owns: penalties, filters, the random draw, log-probabilities. Does not know: the model, steps, why a token is wanted.
 
-A token depends on (seed, output_index, logits) alone. The order is: banned ids, penalties, temperature, min_p, top_k, top_p,
-draw. Log-probabilities are the model's own, before all of these. Repetition penalty counts prompt and output, presence and
-frequency penalties count the output.
+A token depends on (seed, output_index, logits) alone. The order is: penalties, banned ids, temperature, min_p, top_k,
+top_p, draw. Log-probabilities are the model's own, before all of these. Repetition penalty counts prompt and output,
+presence and frequency penalties count the output.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ def _adjusted(row: Tensor, spec: SampleSpec) -> Tensor:
         values = row[seen]
         penalty = sampling.repetition_penalty
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        made, counts = torch.tensor(list(spec.history[spec.prompt_length :]), dtype=torch.int64).unique(
-            return_counts=True
-        )
+        output = torch.tensor(list(spec.history[spec.prompt_length :]), dtype=torch.int64)
+        made, counts = output.unique(return_counts=True)
         row[made] -= sampling.frequency_penalty * counts + sampling.presence_penalty
     if spec.banned:
         row[[token for token in spec.banned if token < len(row)]] = -math.inf

@@ -2,8 +2,8 @@
 
 Owns: copies in flight. Does not know: formats, requests; a block is opaque bytes.
 
-`COLDBLOCK_TEST_COPY_DELAY_STEPS=n`, for tests only, makes a copy take place n polls late, source read and target written only
-then: whoever reuses a block before its copy is reported done, gets wrong bytes.
+`COLDBLOCK_TEST_COPY_DELAY_STEPS=n`, for tests only, makes a copy take place n polls late, source read and target
+written only then: whoever reuses a block before its copy is reported done gets wrong bytes.
 """
 
 from __future__ import annotations

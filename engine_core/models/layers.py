@@ -3,8 +3,8 @@
 Owns: dense linears, embeddings, the output head, the rotary table, `Decoder`.
 Does not know: pages and requests: attention over past tokens is a function that the caller passes in.
 
-The residual stream is fp32. The rows of q and k are stored so that rotary pairs are neighbours (`pair_order`), which turns
-the rotation into one complex multiplication; scores do not change, as q and k are permuted alike.
+The residual stream is fp32. The rows of q and k are stored so that rotary pairs are neighbours (`pair_order`), which
+turns the rotation into one complex multiplication; scores do not change, as q and k are permuted alike.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Decoder:
         return self.head(reference.rms_norm(hidden, self.final_norm, self.floor)).float()
 
     def _turns(self, positions: Tensor) -> Tensor:
-        """Rotation of every q, k and v head, complex64 [T, H + 2G, D/2]; v is turned by 1, so that one product does all."""
+        """Rotation of every q, k and v head, complex64 [T, H + 2G, D/2]; v is turned by 1: one product does all."""
         turns = self.rotary[positions]
         values = torch.ones_like(turns)
         turned = self.config.num_heads + self.config.num_kv_heads

@@ -20,6 +20,15 @@ from .qwen2 import QWEN2
 
 ARCHITECTURES: dict[str, Architecture] = {name: entry for entry in (LLAMA, QWEN2) for name in entry.names}
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_ROPE_NUMBERS = (
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
 _DTYPES: dict[str, ComputeDtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -94,10 +103,8 @@ def read_model_config(path: Path) -> ModelConfig:
     kv_heads = int(raw.get("num_key_value_heads") or heads)
     head_dim = int(raw.get("head_dim") or hidden // heads)
     if heads % kv_heads or head_dim % 2:
-        raise CheckpointError(
-            file,
-            f"num_attention_heads {heads}, num_key_value_heads {kv_heads}, head_dim {head_dim} do not fit together",
-        )
+        sizes = f"num_attention_heads {heads}, num_key_value_heads {kv_heads}, head_dim {head_dim}"
+        raise CheckpointError(file, f"{sizes} do not fit together")
     vocab_size = _positive(file, raw, "vocab_size")
     max_positions = int(raw.get("max_position_embeddings") or 2048)
     generation = _read_json(path / "generation_config.json") or {}
@@ -159,25 +166,13 @@ def _positive(file: Path, raw: Mapping[str, Any], key: str) -> int:
 
 
 def _rope(file: Path, raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Reads `rope_scaling` (with `type` or `rope_type`) and the newer `rope_parameters`; absent, null and {} are "default"."""
+    """From `rope_scaling` (`type` or `rope_type`) or the newer `rope_parameters`; absent, null and {} are "default"."""
     scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise CheckpointError(file, f"rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     original = int(scaling.get("original_max_position_embeddings") or max_positions)
-    given = {
-        key: float(scaling[key])
-        for key in (
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "mscale",
-            "mscale_all_dim",
-        )
-        if scaling.get(key) is not None
-    }
+    given = {key: float(scaling[key]) for key in _ROPE_NUMBERS if scaling.get(key) is not None}
     return RopeConfig(
         kind=kind,
         theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
@@ -213,8 +208,6 @@ def _quantization(file: Path, raw: Mapping[str, Any]) -> Quantization | None:
         return None
     method, bits = section.get("quant_method"), section.get("bits", 4)
     if method != "coldblock" or bits != 4:
-        raise CheckpointError(
-            file,
-            f"quantization_config quant_method {method!r} with bits {bits!r} is not supported; supported: 'coldblock' with 4",
-        )
+        found = f"quant_method {method!r} with bits {bits!r}"
+        raise CheckpointError(file, f"quantization_config: {found} is not supported; supported: 'coldblock' with 4")
     return Quantization(4, int(section.get("group_size", 32)), int(section.get("embedding_bits", 16)))

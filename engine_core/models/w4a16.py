@@ -3,9 +3,9 @@
 Owns: `W4Weight` (the layout), `W4Linear` (torch's int4 operator for few rows, a dense matrix for many).
 Does not know: names of tensors, files, models.
 
-Layout of an [N, K] matrix with groups of g along K: `qweight` uint8 [N, K/2], element k of a row in byte k//2, low nibble
-for even k; `scales` and `mins` [N, K/g]; weight = q * scale + min. The minimum is a float because an integer zero point
-could not represent every source exactly.
+Layout of an [N, K] matrix with groups of g along K: `qweight` uint8 [N, K/2], element k of a row in byte k//2, low
+nibble for even k; `scales` and `mins` [N, K/g]; weight = q * scale + min. The minimum is a float because an integer
+zero point could not represent every source exactly.
 """
 
 from __future__ import annotations

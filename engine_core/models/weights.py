@@ -11,6 +11,7 @@ import logging
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .fixed_point import FixedPointLinear, has_int8_products
 from .layers import (
     Decoder,
     DecoderLayer,
@@ -34,6 +36,20 @@ from .registry import ModelConfig
 from .w4a16 import W4Linear, W4Weight, fits_operator, stack_rows
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a model is held in memory.
+
+    `linear_dtype`: what dense linears compute in. `four_bit` False dequantizes four-bit linears at load; else they stay
+    packed, with dense copies for many rows when `dense_copies`. `positions`: length of the rotary table.
+    """
+
+    linear_dtype: torch.dtype
+    four_bit: bool
+    dense_copies: bool
+    positions: int
 
 
 class TensorSource(Protocol):
@@ -89,9 +105,8 @@ class Checkpoint:
         self._used.add(name)
         tensor: Tensor = self._open[file].get_tensor(name)
         if tuple(tensor.shape) != tuple(shape):
-            raise CheckpointError(
-                file, f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
-            )
+            found = list(tensor.shape)
+            raise CheckpointError(file, f"tensor {name} has shape {found}, config.json asks for {list(shape)}")
         return tensor
 
     def unused(self) -> list[str]:
@@ -130,19 +145,9 @@ class DummyCheckpoint:
         return torch.randn(tuple(shape), generator=generator) / math.sqrt(shape[1])
 
 
-def load_decoder(
-    config: ModelConfig,
-    source: TensorSource,
-    *,
-    linear_dtype: torch.dtype,
-    four_bit: bool,
-    dense_copies: bool,
-    positions: int,
-) -> Decoder:
-    """Assemble the model. `linear_dtype`: what dense linears compute in. `four_bit` False dequantizes four-bit linears at
-    load, else they stay packed, with dense copies for many rows when `dense_copies`. `positions`: length of the rotary table.
-    """
-    loader = _Loader(config, source, linear_dtype, four_bit, dense_copies)
+def load_decoder(config: ModelConfig, source: TensorSource, options: LoadOptions) -> Decoder:
+    """Read all tensors and assemble the model. Raises CheckpointError that names the tensor and the file."""
+    loader = _Loader(config, source, options)
     decoder = Decoder(
         config=config,
         embedding=loader.embedding(),
@@ -150,7 +155,7 @@ def load_decoder(
         final_norm=loader.norm(config.architecture.final_norm),
         head=loader.head(),
         floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps)),
-        rotary=rotary_table(config, positions),
+        rotary=rotary_table(config, options.positions),
     )
     if isinstance(source, Checkpoint) and (unused := source.unused()):
         logger.info("%s: %d tensors are not used: %s", config.path, len(unused), ", ".join(unused[:8]))
@@ -160,11 +165,9 @@ def load_decoder(
 class _Loader:
     """Loads parts of one model; holds what all parts need."""
 
-    def __init__(
-        self, config: ModelConfig, source: TensorSource, linear_dtype: torch.dtype, four_bit: bool, dense_copies: bool
-    ) -> None:
-        self._config, self._source, self._dtype = config, source, linear_dtype
-        self._four_bit, self._dense_copies = four_bit, dense_copies
+    def __init__(self, config: ModelConfig, source: TensorSource, options: LoadOptions) -> None:
+        self._config, self._source, self._options = config, source, options
+        self._dtype = options.linear_dtype
 
     def layer(self, number: int) -> DecoderLayer:
         """All of one layer, linears over the same input fused."""
@@ -196,18 +199,21 @@ class _Loader:
         orders: Sequence[Tensor | None] | None = None,
         needs_bias: bool = False,
     ) -> Linear:
-        """One layer of the named matrices stacked; `orders` reorders each one's rows. Biases are taken where they exist."""
+        """The named matrices stacked; `orders` reorders each one's rows. Biases are taken where they exist."""
         orders = orders or [None] * len(names)
         weights = [self._weight(name, n, columns) for name, n in zip(names, rows, strict=True)]
         weights = [_reorder(weight, order) for weight, order in zip(weights, orders, strict=True)]
         bias = self._stacked_bias(names, rows, orders, needs_bias)
         packed = [weight for weight in weights if isinstance(weight, W4Weight)]
-        if self._four_bit and len(packed) == len(weights):
+        if self._options.four_bit and len(packed) == len(weights):
             stacked = stack_rows(packed)
             if fits_operator(stacked):
-                return W4Linear(stacked, bias, self._dtype if self._dense_copies else None)
+                return W4Linear(stacked, bias, self._dtype if self._options.dense_copies else None)
         dense = [weight.dequantize() if isinstance(weight, W4Weight) else weight.to(self._dtype) for weight in weights]
-        return DenseLinear(torch.cat(dense), bias, self._dtype)
+        return self._dense(torch.cat(dense), bias)
+
+    def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return DenseLinear(weight, bias, self._dtype)
 
     def _weight(self, name: str, rows: int, columns: int) -> Tensor | W4Weight:
         if f"{name}.qweight" not in self._source:
@@ -222,10 +228,8 @@ class _Loader:
     def _group_size(self, columns: int) -> int:
         quantization = self._config.quantization
         if quantization is None:
-            raise CheckpointError(
-                self._config.path / "config.json",
-                "the checkpoint holds quantized tensors but there is no quantization_config",
-            )
+            file = self._config.path / "config.json"
+            raise CheckpointError(file, "there are quantized tensors but no quantization_config")
         return columns if quantization.group_size < 1 else quantization.group_size
 
     def _stacked_bias(
@@ -252,12 +256,17 @@ class _Loader:
         return self._source.tensor(f"{name}.qweight", shape), self._source.tensor(f"{name}.scales", [shape[0], groups])
 
     def head(self) -> Linear:
-        """The output head: its own tensors, or the embedding's when tied (a head that is there all the same is ignored)."""
+        """The output head: its own tensors, or the embedding's when tied, whether a head is there or not."""
         config = self._config
         names, shape = config.architecture, [config.vocab_size, config.hidden_size]
         name = names.embedding if config.tie_word_embeddings else names.head
         if f"{name}.qweight" in self._source and f"{name}.mins" not in self._source:
-            return DenseLinear(dequantize_groups(*self._int8(name, shape)), None, self._dtype)
+            weight = dequantize_groups(*self._int8(name, shape))
+            return (
+                FixedPointLinear(weight)
+                if self._options.four_bit and has_int8_products()
+                else self._dense(weight, None)
+            )
         return self.linear([name], [shape[0]], shape[1])
 
 
