@@ -154,10 +154,11 @@ def test_requests_go_to_the_least_loaded_living_engine(model_folder: Path) -> No
         wait_until(lambda: both_up(server))
         with server.http() as http:
             with http.stream("POST", COMPLETIONS, json={**LONG, "stream": True, "n": 2}) as first:
-                next(first.iter_lines())
+                next(held := first.iter_lines())  # a reader that is dropped closes its stream
                 with http.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as second:
                     next(second.iter_lines())
                     assert sorted([len(submits(one)), len(submits(two))]) == [1, 2]
+                    next(held)
             gone, left = (one, two) if len(submits(one)) == 2 else (two, one)
             gone.stop()
             wait_until(lambda: not both_up(server))
