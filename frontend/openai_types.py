@@ -22,6 +22,8 @@ MAX_CHOICES = 128  # choices of one HTTP request: prompts times n
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
+MAX_MESSAGE_ITEMS = 4 * MAX_MESSAGES  # fields and content parts of all messages: more would hold the event loop
+MAX_FIELDS = 256
 GREEDY_BELOW = 1e-5
 DEFAULT_COMPLETION_TOKENS = 16
 _INT64 = 2**63
@@ -241,7 +243,19 @@ class ChatMessage(_Body):
 class _ChatInput(_Body):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=MAX_FIELDS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound_messages(cls, data: Any) -> Any:
+        messages = data.get("messages") if isinstance(data, Mapping) else None
+        if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+            fields = [message for message in messages if isinstance(message, Mapping)]
+            contents = [message.get("content") for message in fields]
+            items = sum(map(len, fields)) + sum(len(content) for content in contents if isinstance(content, list))
+            if items > MAX_MESSAGE_ITEMS:
+                raise invalid(f"the messages have more than {MAX_MESSAGE_ITEMS} fields and parts", "messages")
+        return data
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as the template sees them."""
@@ -308,6 +322,8 @@ def read_json(raw: bytes) -> dict[str, Any]:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
     if not isinstance(data, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if len(data) > MAX_FIELDS:
+        raise ApiError(400, f"the body has more than {MAX_FIELDS} fields", code="invalid_json")
     return data
 
 

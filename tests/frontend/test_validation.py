@@ -79,6 +79,9 @@ ONLY_CHAT: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": [{"role": "system", "content": "no"}]}),
     ("messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
     ("messages", {"messages": USER * 5000}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 20000}]}),
+    ("messages", {"messages": [{"role": "user", **{f"field{index}": 1 for index in range(20000)}}]}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {f"key{index}": 1 for index in range(300)}}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     ("top_logprobs", {"top_logprobs": 3}),
     ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
@@ -107,6 +110,7 @@ def test_chat_refuses(server: Server, param: str, fields: dict[str, Any]) -> Non
         '{"prompt": "hi", "top_p": Infinity}',
         '{"prompt": "hi", "temperature": 1e999}',
         '{"prompt": ' + "[" * 5000 + "]" * 5000 + "}",
+        "{" + ", ".join(f'"key{index}": 1' for index in range(300)) + "}",
     ],
 )
 def test_what_is_no_json_is_refused(server: Server, body: str | bytes) -> None:
