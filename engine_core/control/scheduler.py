@@ -372,6 +372,8 @@ class Scheduler:
     def _index_computed(self, request: Request) -> None:
         """Offer the full blocks whose KV is now computed to other requests."""
         full = request.computed_tokens // self.config.block_size
+        if full == request.indexed_blocks:
+            return
         self._index.extend_chain(request.digests, request.tokens, full)
         for position in range(request.indexed_blocks, full):
             block = request.block_table[position]
@@ -465,7 +467,7 @@ class Scheduler:
         request.swap = None
         request.on(Event.PREEMPT)
         request.end_stall(now)
-        request.computed_tokens = request.indexed_blocks = 0
+        request.computed_tokens = 0
         request.preempted = True
         insort(self._waiting, request, key=_queue_key)
         self.counters.preemptions += 1

@@ -1,4 +1,4 @@
-"""A state machine that submits, aborts, fails and steps at random, with copies that take long, end in any order, or fail.
+"""A state machine that submits, aborts, fails and steps at random, with copies that last, end in any order, or fail.
 
 The fake executor checks every page that it is given, slot by slot. After every step both tiers are counted anew, and
 at the end everybody has finished with the text that its prompt alone determines, and both tiers are empty.

@@ -193,6 +193,26 @@ def test_growth_spares_the_eldest_running_request() -> None:
     assert harness.scheduler.counters.requests_swapped > 0
 
 
+def test_growth_spares_the_eldest_even_when_it_has_been_idle_longest() -> None:
+    harness = Harness(num_gpu_blocks=3)
+    for index in range(3):
+        harness.add(f"r{index}", range(index * 50, index * 50 + 10), 30)
+    harness.run_until(lambda: len(harness.tokens["r2"]) == 6)
+    harness.request("r0").last_active_time = -1.0
+    harness.run_until(lambda: bool(harness.swaps))
+    assert harness.swaps[0].request_id == "r2"
+    harness.run()
+
+
+def test_no_more_leave_than_the_copies_under_way_do_not_make_up_for() -> None:
+    harness = Harness(num_gpu_blocks=8, delay=lambda move: 5)
+    for index in range(4):
+        harness.add(f"r{index}", range(index * 50, index * 50 + 25), 20)
+    harness.run_until(lambda: bool(harness.phases("swapped")))
+    assert harness.phases("swapping_out") == ["r3"]
+    harness.run()
+
+
 # ---------------------------------------------------------------- budgets
 
 
@@ -382,6 +402,17 @@ def test_a_resume_counts_more_blocks_than_its_swap_freed(delay: int) -> None:
     assert swap is not None and len(swap.cpu_blocks) > available.total - available.used
     harness.run()
     assert harness.phases("resumed").count("victim") == harness.phases("swapped").count("victim") >= 1
+
+
+def test_a_request_that_came_back_offers_its_prefix_again() -> None:
+    harness = Harness(num_gpu_blocks=3, prefix_cache=True)
+    harness.add("first", range(40), 8)
+    harness.run_until(lambda: len(harness.tokens["first"]) == 1)
+    harness.add("second", range(100, 140), 8)
+    harness.run()
+    harness.add("third", range(40), 4)
+    harness.run()
+    assert harness.phases("resumed") == ["first"] and harness.finished["third"].cached_tokens == 32
 
 
 def test_a_block_being_copied_out_can_be_shared_by_a_newcomer() -> None:
