@@ -129,7 +129,7 @@ class DummyCheckpoint:
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """See TensorSource."""
-        generator = torch.Generator().manual_seed(self._seed * 2**32 + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         embedding = name.startswith(self._config.architecture.embedding)
         hidden = self._config.hidden_size
         if name.endswith(".qweight"):
@@ -210,10 +210,7 @@ class _Loader:
             if fits_operator(stacked):
                 return W4Linear(stacked, bias, self._dtype if self._options.dense_copies else None)
         dense = [weight.dequantize() if isinstance(weight, W4Weight) else weight.to(self._dtype) for weight in weights]
-        return self._dense(torch.cat(dense), bias)
-
-    def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return DenseLinear(weight, bias, self._dtype)
+        return DenseLinear(torch.cat(dense), bias, self._dtype)
 
     def _weight(self, name: str, rows: int, columns: int) -> Tensor | W4Weight:
         if f"{name}.qweight" not in self._source:
