@@ -122,10 +122,10 @@ class Request:
     swap: Swap | None = None
     swap_reason: SwapReason = "growth"
 
-    digests: list[bytes] = field(default_factory=list)
-    indexed_blocks: int = 0
-    cached_tokens: int = 0
-    tokens_at_admission: int = 0
+    digests: list[bytes] = field(default_factory=list)  # the prefix index's hash chain over `tokens`
+    indexed_blocks: int = 0  # so many blocks of `block_table` have been offered to the prefix index
+    cached_tokens: int = 0  # found in the prefix index at the first admission
+    tokens_at_admission: int = 0  # `computed_tokens` at the last admission
 
     last_active_time: float = 0.0
     admitted_at: float | None = None
@@ -134,10 +134,10 @@ class Request:
     stall_s: float = 0.0
 
     swaps: int = 0
-    growth_swaps: int = 0
-    copy_failures: int = 0
-    gave_way: bool = False
-    denied_room: bool = False
+    growth_swaps: int = 0  # times it was swapped out so that others could grow
+    copy_failures: int = 0  # in a row
+    gave_way: bool = False  # it has been swapped out for a newcomer
+    denied_room: bool = False  # as a newcomer it wanted others to give way, and the CPU budget did not allow it
     preempted: bool = False
 
     @property

@@ -95,10 +95,10 @@ class Scheduler:
 
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
-        self._running: dict[str, Request] = {}
-        self._swapped: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}  # in PREFILL or DECODE, in the order they came in
+        self._swapped: dict[str, Request] = {}  # in one of the three swap states
         self._favoured: Request | None = None  # the newcomer that running requests gave way to
-        self._copying: dict[int, Request] = {}
+        self._copying: dict[int, Request] = {}  # running copies by move id; their request may have ended
 
         self._arrivals = 0
         self._steps = 0
@@ -225,10 +225,10 @@ class Scheduler:
 
     def _admit_waiting(self, now: float) -> None:
         """Admit waiting requests in order, while no one is swapped out and the step has tokens left for one more."""
+        if not self._waiting or self._swapped:
+            return
         wanted = sum(self._chunk_tokens(request) for request in self._running.values())
-        while (
-            self._waiting and not self._swapped and self._seats_free() and wanted < self.config.max_num_batched_tokens
-        ):
+        while self._waiting and self._seats_free() and wanted < self.config.max_num_batched_tokens:
             request = self._waiting[0]
             if not self._admit(request, now):
                 self._give_way(request, now)
@@ -642,11 +642,12 @@ def _finished_update(
 
 
 def _sample_spec(request: Request) -> SampleSpec:
+    sampling, outputs = request.sampling, request.num_outputs
     return SampleSpec(
-        sampling=request.sampling,
+        sampling=sampling,
         seed=request.seed,
-        output_index=request.num_outputs,
+        output_index=outputs,
         prompt_length=request.prompt_length,
-        history=tuple(request.tokens) if request.sampling.penalizes else None,
-        banned=request.end_tokens if request.num_outputs < request.sampling.min_tokens else (),
+        history=tuple(request.tokens) if sampling.penalizes else None,
+        banned=request.end_tokens if outputs < sampling.min_tokens else (),
     )
