@@ -130,6 +130,19 @@ def test_the_swapped_come_back_before_new_ones_are_admitted() -> None:
     assert harness.phases("swapped") == ["first"]
 
 
+def test_even_a_newcomer_that_fits_waits_for_the_swapped() -> None:
+    harness = Harness(num_gpu_blocks=7)
+    harness.add("first", range(40), 8)
+    harness.run_until(lambda: bool(harness.tokens["first"]))
+    harness.add("second", range(100, 170), 10)
+    harness.run_until(lambda: bool(harness.tokens["second"]))
+    harness.add("third", range(5), 2)
+    while harness.state("first") is State.SWAPPED:
+        harness.step()
+        assert harness.state("third") is State.WAITING
+    harness.run()
+
+
 def test_a_newcomer_that_fits_swaps_nobody() -> None:
     harness = pair(40, 8, num_gpu_blocks=6)
     harness.run()
@@ -153,6 +166,37 @@ def test_nobody_leaves_for_a_newcomer_that_would_still_not_fit() -> None:
     harness.add("large", range(200, 270), 4)
     harness.run()
     assert harness.swaps == []
+
+
+def test_a_cached_prefix_that_a_victim_leaves_behind_is_not_counted_twice() -> None:
+    harness = Harness(num_gpu_blocks=5, prefix_cache=True)
+    harness.add("urgent", range(500, 503), 8, priority=1)
+    harness.add("first", range(40), 6)
+    harness.run_until(lambda: bool(harness.tokens["first"]))
+    harness.add("newcomer", [*range(32), *range(100, 146)], 2)
+    harness.run()
+    assert harness.swaps == [] and harness.finished["newcomer"].cached_tokens == 32
+
+
+def test_admission_leaves_the_running_ones_their_next_block() -> None:
+    harness = Harness(num_gpu_blocks=2)
+    harness.add("urgent", range(10), 12, priority=1)
+    harness.run_until(lambda: len(harness.tokens["urgent"]) == 6)
+    harness.add("patient", range(100, 105), 2)
+    harness.run()
+    assert harness.swaps == []
+
+
+def test_a_resume_leaves_the_running_ones_their_next_block() -> None:
+    harness = Harness(num_gpu_blocks=3)
+    harness.add("first", range(10), 5)
+    harness.add("urgent", range(100, 102), 12, priority=1)
+    harness.run_until(lambda: bool(harness.tokens["urgent"]))
+    harness.add("second", range(200, 231), 12)
+    harness.run_until(lambda: bool(harness.tokens["second"]))
+    harness.abort("urgent")
+    harness.run()
+    assert harness.phases("swapped") == ["first"] and harness.finished["second"].swaps == 0
 
 
 def test_a_newcomer_can_need_several_to_leave() -> None:
@@ -197,7 +241,7 @@ def test_growth_spares_the_eldest_even_when_it_has_been_idle_longest() -> None:
     harness = Harness(num_gpu_blocks=3)
     for index in range(3):
         harness.add(f"r{index}", range(index * 50, index * 50 + 10), 30)
-    harness.run_until(lambda: len(harness.tokens["r2"]) == 6)
+    harness.run_until(lambda: len(harness.tokens["r2"]) == 7)
     harness.request("r0").last_active_time = -1.0
     harness.run_until(lambda: bool(harness.swaps))
     assert harness.swaps[0].request_id == "r2"
