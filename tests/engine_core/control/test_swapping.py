@@ -102,6 +102,7 @@ def test_a_decode_goes_on_where_the_swap_stopped_it() -> None:
     assert (first.state_before_swap, first.computed_tokens) == (State.DECODE, 33)
     harness.run_until(lambda: "first" in harness.phases("resumed"))
     assert (first.state, first.computed_tokens) == (State.DECODE, 33)
+    assert first.last_active_time == harness.clock.now, "who just came back would be the first to leave again"
     harness.run()
 
 
