@@ -26,8 +26,11 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def own_command(*arguments: str) -> list[str]:
-    """The command line of one of our own subcommands, run by this Python."""
-    return [sys.executable, "-m", "coldblock", *arguments]
+    """The command line of one of our own subcommands, run by this Python.
+
+    -P keeps the current folder off sys.path, where a file of the user's could stand in for a library.
+    """
+    return [sys.executable, "-P", "-m", "coldblock", *arguments]
 
 
 async def start(command: Sequence[str], *, env: Mapping[str, str] | None = None, output: int | None = None) -> Process:

@@ -87,7 +87,7 @@ async def watch_both(client: AsyncClient, chat: HttpChat, show: Show) -> int:
     first_token = asyncio.Event()
     answers = [asyncio.create_task(_show_answer("A", chat, show, first_token))]
     try:
-        await asyncio.wait({answers[0], asyncio.create_task(first_token.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await first_token.wait()
         answers.append(asyncio.create_task(_show_answer("B", chat, show, asyncio.Event())))
         return sum(await asyncio.gather(*answers))
     finally:
@@ -103,15 +103,18 @@ async def _show_events(events: AsyncIterator[object], show: Show) -> None:
 
 
 async def _show_answer(label: str, chat: HttpChat, show: Show, first_token: asyncio.Event) -> bool:
-    """Stream one answer; True if it came to its end."""
+    """Stream one answer; True if it came to its end. `first_token` is set at its first chunk, or when it fails."""
     show.question(label, QUESTIONS[label])
     finish = None
-    async for chunk in chat.stream(QUESTIONS[label]):
+    try:
+        async for chunk in chat.stream(QUESTIONS[label]):
+            first_token.set()
+            show.request_ids[chunk["id"]] = label
+            for choice in chunk["choices"]:
+                show.text(label, choice["delta"].get("content") or "")
+                finish = choice["finish_reason"] or finish
+    finally:
         first_token.set()
-        show.request_ids[chunk["id"]] = label
-        for choice in chunk["choices"]:
-            show.text(label, choice["delta"].get("content") or "")
-            finish = choice["finish_reason"] or finish
     show.end(label)
     return finish in ("stop", "length")
 

@@ -1,0 +1,30 @@
+"""Benchmarks of a running or fresh engine: serve, swap, jitter.
+
+Owns: the list of benchmarks. Does not know: their settings or what they measure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from ...settings import EXIT_OK, EXIT_USAGE
+
+BENCHMARKS = {
+    "serve": "tokens/s and latency over concurrency; also against transformers, and over HTTP",
+    "swap": "the forced swap: two requests, room for one, in every KV format",
+    "jitter": "inter-token times of swapped and other requests, with and without swap pressure",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run one benchmark and return its exit code."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: coldblock bench NAME [ARGUMENTS]      coldblock bench NAME --help\n")
+        print("\n".join(f"  {name:<7} {summary}" for name, summary in BENCHMARKS.items()))
+        print("\nEach prints a table and writes bench-NAME.json and bench-NAME.png, with the machine described.")
+        return EXIT_OK if argv else EXIT_USAGE
+    if argv[0] not in BENCHMARKS:
+        print(f"coldblock bench: no benchmark {argv[0]!r}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return EXIT_USAGE
+    return int(importlib.import_module(f".{argv[0]}", __package__).main(argv[1:]))

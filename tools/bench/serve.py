@@ -1,0 +1,300 @@
+"""Throughput and latency over concurrency; on request against transformers, and over HTTP.
+
+Owns: the sweep, the comparison in alternation, and their table. Does not know: how the engine or its peer works.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode
+
+from ...protocol.client import AsyncClient
+from ...protocol.errors import ColdblockError
+from ...protocol.messages import ModelInfo
+from ...settings import EXIT_OK, Settings, UsageError, load
+from ..children import run_until_signal
+from ..daemons import running_engine, running_frontend
+from ..errors import report as show_error
+from ..fetch_model import resolve_model
+from . import report
+from .http_stream import timed_http
+from .measure import Timeline, distribution, greedy, percentile, random_prompts, timed, timed_load
+from .peer import TransformersPeer, require_transformers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PROG = "coldblock bench serve"
+PREFILL_TOKENS = 512
+HTTP_PAIRS = 8
+
+
+class ServeSettings(Settings):
+    """Settings of `coldblock bench serve`."""
+
+    model: str = Field("smollm2-135m", description="a checkpoint folder, or a known name, for the engine it starts")
+    endpoint: str | None = Field(None, description="measure the running engine there instead of starting one")
+    engine_flags: str = Field("", description="flags for the engine that it starts, as one word: '--threads 1'")
+    concurrency: Annotated[tuple[int, ...], NoDecode] = Field(
+        (1, 4, 16), description="requests open at once, several separated by commas"
+    )
+    requests: int | None = Field(None, ge=1, description="requests for each level; twice the concurrency if absent")
+    prompt_tokens: int = Field(32, ge=1, description="length of each prompt")
+    new_tokens: int = Field(128, ge=2, description="tokens of each answer")
+    versus_transformers: bool = Field(False, description="measure transformers (bf16) on the same weights in turn")
+    rounds: int = Field(3, ge=1, description="turns of that comparison; the medians count")
+    http: bool = Field(False, description="measure what streaming over HTTP adds to a token's latency")
+    out: Path | None = Field(None, description="folder for the results; docs/results or the current one if absent")
+    seed: int = Field(0, ge=0, description="of the random prompts")
+
+    @field_validator("concurrency", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(value.split(",")) if isinstance(value, str) else value
+
+    @field_validator("concurrency")
+    @classmethod
+    def _positive(cls, levels: tuple[int, ...]) -> tuple[int, ...]:
+        if not levels or min(levels) < 1:
+            raise ValueError("whole numbers from 1 on, separated by commas")
+        return levels
+
+
+@dataclass(frozen=True)
+class Level:
+    """One concurrency's results; seconds. `tokens_per_s` counts the new tokens of all requests."""
+
+    concurrency: int
+    requests: int
+    tokens_per_s: float
+    ttft_p50: float
+    tpot_p50: float
+    gap_p50: float
+    gap_p95: float
+
+    @property
+    def jitter(self) -> float:
+        """p95 - p50 of the time between two tokens of a request."""
+        return self.gap_p95 - self.gap_p50
+
+
+@dataclass(frozen=True)
+class Versus:
+    """Ours and the peer's tokens per second at one concurrency (or of a prefill); medians over the rounds."""
+
+    what: str
+    ours: float
+    theirs: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast we are."""
+        return self.ours / self.theirs
+
+
+def main(argv: list[str]) -> int:
+    """Run the command."""
+    settings = load(ServeSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
+    try:
+        report.require_plotting()
+        if settings.versus_transformers:
+            require_transformers()
+        if settings.endpoint is None:
+            resolve_model(settings.model)
+        return run_until_signal(lambda: run(settings))
+    except (ColdblockError, UsageError) as error:
+        return show_error(PROG, error)
+
+
+async def run(settings: ServeSettings) -> int:
+    """Measure what was asked for, then print and write."""
+    results: dict[str, Any] = {}
+    async with _engine(settings) as endpoint, AsyncClient(endpoint, name="bench serve") as client:
+        model = await client.ready()
+        levels = await sweep(client, model, settings)
+        results["sweep"] = [{**asdict(level), "jitter": level.jitter} for level in levels]
+        print(render_levels(levels))
+        versus: list[Versus] = []
+        if settings.versus_transformers:
+            versus = await compare(client, model, settings)
+            results["versus_transformers"] = [{**asdict(row), "ratio": row.ratio} for row in versus]
+            print("\n" + render_versus(versus))
+        if settings.http:
+            results["http"] = await http_overhead(client, endpoint, model, settings)
+            print("\n" + render_http(results["http"]))
+    folder = settings.out or report.default_folder()
+    written = report.write(folder, "serve", settings.model_dump(), model, results)
+    panels = [lambda axes: _plot_throughput(axes, levels, versus), lambda axes: _plot_latency(axes, levels)]
+    plotted = report.plot(folder, "serve", f"{model.name} on {model.device}", panels)
+    print(f"written: {written}, {plotted}")
+    return EXIT_OK
+
+
+@asynccontextmanager
+async def _engine(settings: ServeSettings) -> AsyncIterator[str]:
+    if settings.endpoint is not None:
+        yield settings.endpoint
+        return
+    async with running_engine(settings.model, *shlex.split(settings.engine_flags)) as endpoint:
+        yield endpoint
+
+
+async def sweep(client: AsyncClient, model: ModelInfo, settings: ServeSettings) -> list[Level]:
+    """Every concurrency in turn, after a short run to warm up."""
+    warm_up = random_prompts(settings.seed, 2, settings.prompt_tokens, model)
+    await timed_load(client, warm_up, greedy(8), 2)
+    levels = []
+    for concurrency in settings.concurrency:
+        count = settings.requests or 2 * concurrency
+        _say(
+            f"concurrency {concurrency}, {count} requests of {settings.prompt_tokens} + {settings.new_tokens} tokens ..."
+        )
+        prompts = random_prompts(settings.seed + concurrency, count, settings.prompt_tokens, model)
+        timelines, seconds = await timed_load(client, prompts, greedy(settings.new_tokens), concurrency)
+        levels.append(summarize_level(concurrency, timelines, seconds))
+    return levels
+
+
+def summarize_level(concurrency: int, timelines: Sequence[Timeline], seconds: float) -> Level:
+    """The numbers of one concurrency."""
+    gaps = distribution([gap for timeline in timelines for gap in timeline.gaps])
+    return Level(
+        concurrency=concurrency,
+        requests=len(timelines),
+        tokens_per_s=sum(len(timeline.token_ids) for timeline in timelines) / seconds,
+        ttft_p50=percentile([timeline.ttft for timeline in timelines], 50),
+        tpot_p50=percentile([timeline.tpot for timeline in timelines], 50),
+        gap_p50=gaps["p50"],
+        gap_p95=gaps["p95"],
+    )
+
+
+async def compare(client: AsyncClient, model: ModelInfo, settings: ServeSettings) -> list[Versus]:
+    """Decode at every concurrency and one prefill, ours and the peer's in turn on the same prompts."""
+    _say("loading the same weights into transformers (bf16) ...")
+    peer = TransformersPeer(Path(model.path))
+    peer.generate(random_prompts(settings.seed, 1, settings.prompt_tokens, model), 4)
+    rows = []
+    for concurrency in settings.concurrency:
+        _say(f"concurrency {concurrency}, {settings.rounds} rounds each ...")
+        ours, theirs = [], []
+        for turn in range(settings.rounds):
+            seed = settings.seed + 1000 * concurrency + turn
+            prompts = random_prompts(seed, concurrency, settings.prompt_tokens, model)
+            timelines, _ = await timed_load(client, prompts, greedy(settings.new_tokens), concurrency)
+            ours.append(decode_rate(timelines))
+            first, last = peer.generate(prompts, settings.new_tokens)
+            theirs.append(concurrency * (settings.new_tokens - 1) / (last - first))
+        rows.append(Versus(f"decode c={concurrency}", statistics.median(ours), statistics.median(theirs)))
+    if model.max_request_tokens > PREFILL_TOKENS:
+        rows.append(await compare_prefill(client, model, peer, settings))
+    return rows
+
+
+async def compare_prefill(
+    client: AsyncClient, model: ModelInfo, peer: TransformersPeer, settings: ServeSettings
+) -> Versus:
+    """Prompt tokens per second of one long prompt: ours from submission to the first token."""
+    _say(f"prefill of {PREFILL_TOKENS} tokens, {settings.rounds} rounds each ...")
+    prompts = random_prompts(settings.seed + 7, settings.rounds + 1, PREFILL_TOKENS, model)
+    ours, theirs = [], []
+    for prompt in prompts:
+        ours.append(PREFILL_TOKENS / (await timed(client, prompt, greedy(1))).ttft)
+        theirs.append(PREFILL_TOKENS / peer.prefill(prompt))
+    # the first of each only warms up
+    return Versus(f"prefill {PREFILL_TOKENS}", statistics.median(ours[1:]), statistics.median(theirs[1:]))
+
+
+def decode_rate(timelines: Sequence[Timeline]) -> float:
+    """Tokens per second of all requests, from when the last of them has its first token to the end."""
+    began = max(timeline.arrivals[0] for timeline in timelines)
+    arrivals = [arrival for timeline in timelines for arrival in timeline.arrivals if arrival > began]
+    return len(arrivals) / (max(arrivals) - began) if arrivals else 0.0
+
+
+async def http_overhead(
+    client: AsyncClient, endpoint: str, model: ModelInfo, settings: ServeSettings
+) -> dict[str, dict[str, float]]:
+    """TTFT and inter-token seconds (p50) through the client library and over HTTP, in turn, one request at a time."""
+    _say(f"HTTP against the client library, {HTTP_PAIRS} requests each ...")
+    prompts = random_prompts(settings.seed + 11, 2 * HTTP_PAIRS + 1, settings.prompt_tokens, model)
+    direct: list[Timeline] = []
+    over_http: list[Timeline] = []
+    async with running_frontend(endpoint) as address:
+        await timed_http(address, model.name, prompts.pop(), 8)
+        for first, second in zip(prompts[::2], prompts[1::2], strict=True):
+            direct.append(await timed(client, first, greedy(settings.new_tokens)))
+            over_http.append(await timed_http(address, model.name, second, settings.new_tokens))
+    ours, theirs = _latencies(direct), _latencies(over_http)
+    return {"client": ours, "http": theirs, "added": {name: theirs[name] - ours[name] for name in ours}}
+
+
+def _latencies(timelines: Sequence[Timeline]) -> dict[str, float]:
+    gaps = [gap for timeline in timelines for gap in timeline.gaps]
+    return {"ttft_p50": percentile([t.ttft for t in timelines], 50), "gap_p50": percentile(gaps, 50)}
+
+
+def render_levels(levels: Sequence[Level]) -> str:
+    """The sweep's table; milliseconds."""
+    columns = ("concurrency", "requests", "tok/s", "TTFT p50 ms", "TPOT p50 ms", "p95-p50 ms")
+    rows = [
+        (
+            level.concurrency,
+            level.requests,
+            level.tokens_per_s,
+            1e3 * level.ttft_p50,
+            1e3 * level.tpot_p50,
+            1e3 * level.jitter,
+        )
+        for level in levels
+    ]
+    return report.table(columns, rows)
+
+
+def render_versus(rows: Sequence[Versus]) -> str:
+    """The comparison's table; tokens per second."""
+    columns = ("tok/s", "coldblock", "transformers", "ratio")
+    return report.table(columns, [(row.what, row.ours, row.theirs, row.ratio) for row in rows])
+
+
+def render_http(result: dict[str, dict[str, float]]) -> str:
+    """The HTTP table; milliseconds."""
+    rows = [(name, *(1e3 * value for value in values.values())) for name, values in result.items()]
+    return report.table(("one request", "TTFT p50 ms", "token p50 ms"), rows)
+
+
+def _say(line: str) -> None:
+    print(f"{PROG}: {line}", file=sys.stderr, flush=True)
+
+
+def _plot_throughput(axes: Axes, levels: Sequence[Level], versus: Sequence[Versus]) -> None:
+    axes.plot(
+        [level.concurrency for level in levels], [level.tokens_per_s for level in levels], "o-", label="coldblock"
+    )
+    decode = [row for row in versus if row.what.startswith("decode")]
+    if decode:
+        places = [level.concurrency for level in levels]
+        axes.plot(places, [row.theirs for row in decode], "s--", label="transformers bf16, decode only")
+    axes.set_xlabel("concurrency")
+    axes.set_ylabel("tokens/s")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _plot_latency(axes: Axes, levels: Sequence[Level]) -> None:
+    places = [level.concurrency for level in levels]
+    axes.plot(places, [1e3 * level.gap_p50 for level in levels], "o-", label="p50")
+    axes.plot(places, [1e3 * level.gap_p95 for level in levels], "^--", label="p95")
+    axes.set_xlabel("concurrency")
+    axes.set_ylabel("ms between two tokens")
+    axes.set_ylim(bottom=0)
+    axes.legend()
