@@ -154,7 +154,7 @@ class Scheduler:
         now = self._clock()
         self._moves = []
         if self._grow(now):
-            if self._favoured is not None and self._seats_free():
+            if self._favoured is not None:
                 self._admit(self._favoured, now)
             if self._favoured is None:
                 self._resume()
@@ -208,11 +208,12 @@ class Scheduler:
             self._begin_swap_out(victim, "growth", now)
 
     def _resume(self) -> None:
-        """Bring swapped requests back, as long as the next has room for its content and its next token."""
-        while self._seats_free():
-            ready = [request for request in self._swapped.values() if request.state is State.SWAPPED]
-            if not ready:
-                return
+        """Bring swapped requests back, as long as the next has room for its content and its next token.
+
+        They need no seat: while somebody is swapped out nobody new comes in but the one newcomer whose seat was free
+        before, so that running and swapped requests together never exceed `max_num_seqs`.
+        """
+        while ready := [request for request in self._swapped.values() if request.state is State.SWAPPED]:
             request = self._resume_order.choose(ready)
             assert request.swap is not None
             needed = self._blocks_for(len(request.tokens) + 1)
@@ -228,7 +229,8 @@ class Scheduler:
         if not self._waiting or self._swapped:
             return
         wanted = sum(self._chunk_tokens(request) for request in self._running.values())
-        while self._waiting and self._seats_free() and wanted < self.config.max_num_batched_tokens:
+        seats, budget = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        while self._waiting and len(self._running) < seats and wanted < budget:
             request = self._waiting[0]
             if not self._admit(request, now):
                 self._give_way(request, now)
@@ -536,11 +538,6 @@ class Scheduler:
 
     def _chunk_tokens(self, request: Request) -> int:
         return min(request.remaining, self.config.prefill_chunk_tokens)
-
-    def _seats_free(self) -> bool:
-        """True when one more request may run; those whose copies are under way have a seat."""
-        coming = sum(request.state is not State.SWAPPED for request in self._swapped.values())
-        return len(self._running) + coming < self.config.max_num_seqs
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """The indexed blocks of the request's prefix, less the one that holds its last token: that one is computed."""

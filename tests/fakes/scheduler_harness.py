@@ -160,7 +160,6 @@ def check_invariants(scheduler: Scheduler) -> None:
         assert use.used + use.cached + use.in_flight + use.free == use.total == pool.total
         assert use.in_flight == len(pool._held) and use.cached == len(cached)
     assert set(scheduler._index._digest_of) == scheduler._gpu._kept
-    moving = [request for request in scheduler._swapped.values() if request.state is not State.SWAPPED]
-    assert len(scheduler._running) + len(moving) <= scheduler.config.max_num_seqs
+    assert len(scheduler._running) + len(scheduler._swapped) <= scheduler.config.max_num_seqs
     in_sets = [*scheduler._waiting, *scheduler._running.values(), *scheduler._swapped.values()]
     assert sorted(r.request_id for r in in_sets) == sorted(scheduler._requests)
