@@ -259,11 +259,8 @@ class _Loader:
         name = names.embedding if config.tie_word_embeddings else names.head
         if f"{name}.qweight" in self._source and f"{name}.mins" not in self._source:
             weight = dequantize_groups(*self._int8(name, shape))
-            return (
-                FixedPointLinear(weight)
-                if self._options.four_bit and has_int8_products()
-                else self._dense(weight, None)
-            )
+            fixed_point = self._options.four_bit and has_int8_products()
+            return FixedPointLinear(weight) if fixed_point else DenseLinear(weight, None, self._dtype)
         return self.linear([name], [shape[0]], shape[1])
 
 
