@@ -137,6 +137,8 @@ class HttpChat:
         while (item := await arrived.get()) is not None:
             if isinstance(item, Exception):
                 raise ToolError(f"the answer broke off: {item}") from item
+            if "error" in item:
+                raise ToolError(f"the answer broke off: {item['error']['message']}")
             yield item
 
     def _read(self, question: str, put: Callable[[Chunk | Exception | None], None]) -> None:

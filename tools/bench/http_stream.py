@@ -15,7 +15,7 @@ from .measure import Timeline
 
 
 async def timed_http(address: tuple[str, int], model: str, prompt: Sequence[int], new_tokens: int) -> Timeline:
-    """Exactly `new_tokens` greedy tokens by /v1/completions; one arrival a chunk. Raises ToolError on an error reply."""
+    """Exactly `new_tokens` greedy tokens by /v1/completions; one arrival a chunk. Raises ToolError when refused."""
     body = json.dumps(
         {
             "model": model,

@@ -27,7 +27,7 @@ from ..errors import report as show_error
 from ..fetch_model import resolve_model
 from . import report
 from .http_stream import timed_http
-from .measure import Timeline, distribution, greedy, percentile, random_prompts, timed, timed_load
+from .measure import Timeline, all_of, distribution, greedy, percentile, random_prompts, timed, timed_load
 from .peer import TransformersPeer, require_transformers
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ async def sweep(client: AsyncClient, model: ModelInfo, settings: ServeSettings) 
     for concurrency in settings.concurrency:
         count = settings.requests or 2 * concurrency
         _say(
-            f"concurrency {concurrency}, {count} requests of {settings.prompt_tokens} + {settings.new_tokens} tokens ..."
+            f"concurrency {concurrency}: {count} requests, {settings.prompt_tokens} + {settings.new_tokens} tokens ..."
         )
         prompts = random_prompts(settings.seed + concurrency, count, settings.prompt_tokens, model)
         timelines, seconds = await timed_load(client, prompts, greedy(settings.new_tokens), concurrency)
@@ -223,24 +223,29 @@ def decode_rate(timelines: Sequence[Timeline]) -> float:
 
 async def http_overhead(
     client: AsyncClient, endpoint: str, model: ModelInfo, settings: ServeSettings
-) -> dict[str, dict[str, float]]:
-    """TTFT and inter-token seconds (p50) through the client library and over HTTP, in turn, one request at a time."""
-    _say(f"HTTP against the client library, {HTTP_PAIRS} requests each ...")
+) -> dict[str, float]:
+    """Seconds that HTTP streaming adds to a token: pairs of requests at once, one of each kind, in the same steps."""
+    _say(f"HTTP against the client library, {HTTP_PAIRS} pairs of requests ...")
     prompts = random_prompts(settings.seed + 11, 2 * HTTP_PAIRS + 1, settings.prompt_tokens, model)
-    direct: list[Timeline] = []
-    over_http: list[Timeline] = []
+    added: list[float] = []
     async with running_frontend(endpoint) as address:
         await timed_http(address, model.name, prompts.pop(), 8)
-        for first, second in zip(prompts[::2], prompts[1::2], strict=True):
-            direct.append(await timed(client, first, greedy(settings.new_tokens)))
-            over_http.append(await timed_http(address, model.name, second, settings.new_tokens))
-    ours, theirs = _latencies(direct), _latencies(over_http)
-    return {"client": ours, "http": theirs, "added": {name: theirs[name] - ours[name] for name in ours}}
+        for one, other in zip(prompts[::2], prompts[1::2], strict=True):
+            direct, over_http = await all_of(
+                timed(client, one, greedy(settings.new_tokens)),
+                timed_http(address, model.name, other, settings.new_tokens),
+            )
+            added += added_latency(direct.arrivals, over_http.arrivals)
+    return distribution(added)
 
 
-def _latencies(timelines: Sequence[Timeline]) -> dict[str, float]:
-    gaps = [gap for timeline in timelines for gap in timeline.gaps]
-    return {"ttft_p50": percentile([t.ttft for t in timelines], 50), "gap_p50": percentile(gaps, 50)}
+def added_latency(direct: Sequence[float], over_http: Sequence[float]) -> list[float]:
+    """How much later than its own step's direct token each HTTP token arrived, while both requests ran.
+
+    A step takes far longer than a message, so the direct arrival of the same step is the nearest one.
+    """
+    began, ended = max(direct[0], over_http[0]), min(direct[-1], over_http[-1])
+    return [arrival - min(direct, key=lambda t: abs(t - arrival)) for arrival in over_http if began < arrival <= ended]
 
 
 def render_levels(levels: Sequence[Level]) -> str:
@@ -266,10 +271,10 @@ def render_versus(rows: Sequence[Versus]) -> str:
     return report.table(columns, [(row.what, row.ours, row.theirs, row.ratio) for row in rows])
 
 
-def render_http(result: dict[str, dict[str, float]]) -> str:
-    """The HTTP table; milliseconds."""
-    rows = [(name, *(1e3 * value for value in values.values())) for name, values in result.items()]
-    return report.table(("one request", "TTFT p50 ms", "token p50 ms"), rows)
+def render_http(added: dict[str, float]) -> str:
+    """What HTTP adds; milliseconds."""
+    rows = [("over HTTP", added["count"], *(1e3 * added[name] for name in ("p50", "p95", "p99")))]
+    return report.table(("added to a token", "tokens", "p50 ms", "p95 ms", "p99 ms"), rows)
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,228 @@
+"""The benchmarks' statistics and bookkeeping, against scripted engines; and what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from coldblock.protocol.client import AsyncClient
+from coldblock.protocol.errors import ColdblockError, RequestRefused
+from coldblock.protocol.messages import Finished, Refused, Submit
+from coldblock.tools.bench import jitter, main, measure, report, serve, swap
+from coldblock.tools.errors import ToolError
+from fake_engine import MODEL, FakeEngine, swap_event, usage
+
+
+def timeline(*arrivals: float, phases: tuple[str, ...] = (), stall_s: float = 0.0) -> measure.Timeline:
+    return measure.Timeline(
+        submitted=0.0,
+        token_ids=list(range(len(arrivals))),
+        arrivals=list(arrivals),
+        swap_events=[swap_event(phase=phase) for phase in phases],
+        finished=Finished("length", usage(stall_s=stall_s)),
+    )
+
+
+@pytest.mark.parametrize(("percent", "value"), [(0, 1.0), (50, 2.5), (95, 3.85), (100, 4.0)])
+def test_percentile_interpolates(percent: float, value: float) -> None:
+    assert measure.percentile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(value)
+
+
+def test_percentile_of_one_and_of_none() -> None:
+    assert measure.percentile([7.0], 99) == 7.0
+    assert measure.percentile([], 50) != measure.percentile([], 50)  # nan
+    assert measure.distribution([]) == {"count": 0, "p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
+
+
+def test_timeline_figures() -> None:
+    line = timeline(1.0, 1.5, 3.0, phases=("swapped", "resumed"))
+    assert line.ttft == 1.0
+    assert line.gaps == [0.5, 1.5]
+    assert line.tpot == 1.0
+    assert line.count("swapped") == 1
+    assert line.copy_seconds("resumed") == pytest.approx(0.0015)
+
+
+async def test_timed_load_keeps_the_concurrency() -> None:
+    with FakeEngine(lambda prompt: [10, 11, "swapped", 12], delay_s=0.005) as engine:
+        async with AsyncClient(engine.endpoint) as client:
+            model = await client.ready()
+            prompts = measure.random_prompts(0, 5, 4, model)
+            timelines, seconds = await measure.timed_load(client, prompts, measure.greedy(3), 2)
+    assert [line.token_ids for line in timelines] == [[10, 11, 12]] * 5
+    assert all(line.count("swapped") == 1 and len(line.arrivals) == 3 for line in timelines)
+    assert seconds > 0
+    submits = engine.wait_for(Submit, 5)
+    assert all(submit.sampling.ignore_eos and submit.sampling.max_tokens == 3 for submit in submits)
+    assert len({submit.prompt for submit in submits}) == 5
+
+
+async def test_refusal_ends_a_load_as_it_is() -> None:
+    with FakeEngine(lambda prompt: [Refused("", "prompt", "4", "less")]) as engine:
+        async with AsyncClient(engine.endpoint) as client:
+            await client.ready()
+            with pytest.raises(RequestRefused):
+                await measure.timed_load(client, [[1], [2], [3]], measure.greedy(3), 2)
+
+
+async def test_first_failure_cancels_the_rest() -> None:
+    cancelled = asyncio.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ColdblockError("no")
+
+    with pytest.raises(ColdblockError, match="no"):
+        await measure.all_of(wait(), fail())
+    assert cancelled.is_set()
+
+
+def test_prompts_that_cannot_fit_are_refused_by_flag() -> None:
+    with pytest.raises(ToolError, match="--prompt-tokens"):
+        measure.random_prompts(0, 1, MODEL.max_request_tokens, MODEL)
+
+
+def test_decode_rate_counts_from_the_last_first_token() -> None:
+    early, late = timeline(0.0, 1.0, 2.0, 3.0), timeline(1.0, 2.0, 3.0)
+    assert serve.decode_rate([early, late]) == pytest.approx(4 / 2.0)
+    assert serve.decode_rate([timeline(1.0)]) == 0.0
+
+
+def test_added_latency_pairs_tokens_of_one_step() -> None:
+    direct = [1.0, 2.0, 3.0, 4.0]
+    over_http = [2.1, 3.2, 3.9]
+    assert serve.added_latency(direct, over_http) == pytest.approx([0.2, -0.1])
+
+
+def test_level_summary() -> None:
+    level = serve.summarize_level(2, [timeline(1.0, 2.0, 3.0), timeline(2.0, 3.0, 6.0)], 6.0)
+    assert (level.tokens_per_s, level.ttft_p50, level.tpot_p50) == (1.0, 1.5, 1.5)
+    assert level.jitter == pytest.approx(level.gap_p95 - level.gap_p50)
+
+
+@pytest.mark.parametrize("value", ["0", "1,x", "", "-1"])
+def test_wrong_concurrency_is_refused_by_flag(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        serve.main([f"--concurrency={value}"])
+    assert end.value.code == 2
+    assert "--concurrency" in capsys.readouterr().err
+
+
+async def test_pair_submits_the_second_at_the_first_token() -> None:
+    with FakeEngine(lambda prompt: [10, 11, "swapped", "resumed", 12], delay_s=0.01) as engine:
+        async with AsyncClient(engine.endpoint) as client:
+            await client.ready()
+            first, second = await swap.run_pair(client, [1, 2], [3, 4])
+    assert second.submitted >= first.arrivals[0]
+    assert first.count("resumed") == 1
+
+
+def swapped_pair(new_tokens: int) -> list[measure.Timeline]:
+    arrivals = [float(index) for index in range(new_tokens)]
+    phases = ("swapping_out", "swapped", "swapping_in", "resumed")
+    return [timeline(*arrivals, phases=phases, stall_s=0.5), timeline(*arrivals)]
+
+
+def test_swap_result_passes_only_when_all_is_as_expected() -> None:
+    good = swap.summarize("fp16", swapped_pair(swap.NEW_TOKENS) * 5, None)
+    assert (good.completed, good.requests, good.swaps, good.resumes, good.stall_s) == (10, 10, 5, 5, 2.5)
+    assert good.passed
+    assert not swap.summarize("fp16", swapped_pair(swap.NEW_TOKENS - 1), None).passed
+    assert not swap.summarize("fp16", swapped_pair(swap.NEW_TOKENS), False).passed
+    assert not swap.summarize("fp16", swapped_pair(swap.NEW_TOKENS)[1:] * 2, None).passed
+    assert "FAILED" in swap.render([swap.summarize("int8", swapped_pair(3), None)])
+
+
+def test_every_swap_request_fills_three_blocks_all_its_life() -> None:
+    written = swap.PROMPT_TOKENS + swap.NEW_TOKENS - 1  # the last token's K and V are never needed
+    assert -(-swap.PROMPT_TOKENS // swap.BLOCK_SIZE) == swap.BLOCKS
+    assert -(-written // swap.BLOCK_SIZE) == swap.BLOCKS
+
+
+def test_swap_command_writes_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[str, ...]] = []
+
+    @asynccontextmanager
+    async def fake_running_engine(model: str, *flags: str) -> AsyncIterator[str]:
+        started.append(flags)
+        # a prompt's first token tells the two of a pair apart; half the requests swap
+        seen: list[int] = []
+
+        def script(prompt: list[int]) -> list[object]:
+            seen.append(1)
+            moves = ["swapped", "resumed"] if len(seen) % 2 else []
+            return [10, *moves, *range(11, 10 + swap.NEW_TOKENS)]
+
+        with FakeEngine(script) as engine:  # type: ignore[arg-type]
+            yield engine.endpoint
+
+    monkeypatch.setattr(swap, "running_engine", fake_running_engine)
+    monkeypatch.setattr(swap, "resolve_model", lambda name: Path(name))
+    assert swap.main(["--iterations", "2", "--deterministic", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("4/4") == len(swap.FORMATS)
+    content = json.loads((tmp_path / "bench-swap.json").read_text())
+    assert [entry["kv_cache_dtype"] for entry in content["results"]] == list(swap.FORMATS)
+    assert {"cpu", "cores", "memory_gib", "python", "packages", "date", "revision"} <= content["machine"].keys()
+    assert content["model"]["name"] == "fake-model"
+    assert (tmp_path / "bench-swap.png").read_bytes().startswith(b"\x89PNG")
+    assert all("--deterministic" in flags for flags in started)
+
+
+def test_jitter_tells_victims_from_bystanders() -> None:
+    victim, bystander = timeline(0.0, 1.0, 5.0, phases=("swapped", "resumed"), stall_s=3.0), timeline(0.0, 1.0, 2.0)
+    groups = jitter.group_gaps([timeline(0.0, 0.5)], [victim, bystander])
+    assert groups == {"no pressure": [0.5], "bystanders": [1.0, 1.0], "victims": [1.0, 4.0]}
+    results = jitter.summarize(groups, [victim, bystander])
+    assert (results["swaps"], results["victims"], results["stall_s"]["p50"]) == (1, 1, 3.0)
+    assert "victims" in jitter.render(results)
+
+
+def test_jitter_pool_must_hold_a_request() -> None:
+    settings = jitter.JitterSettings(requests=2, prompt_tokens=32, new_tokens=96, pool_share=0.6)
+    assert jitter.pool_sizes(settings) == (9, 16)
+    with pytest.raises(ToolError, match="--pool-share"):
+        jitter.pool_sizes(settings.model_copy(update={"pool_share": 0.4}))
+
+
+def test_missing_matplotlib_is_said_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    assert swap.main([]) == 1
+    assert "coldblock[tools]" in capsys.readouterr().err
+
+
+def test_table_aligns_and_rounds() -> None:
+    assert report.table(("a", "long"), [(1, 0.123456), ("xyz", 1234.56)]).splitlines() == [
+        "  a   long",
+        "  1  0.123",
+        "xyz   1235",
+    ]
+
+
+def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ToolError, match="--out"):
+        report.write(tmp_path / "file", "x", {}, None, {})
+
+
+def test_dispatcher_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+    assert "jitter" in capsys.readouterr().out
+    assert main.main(["nix"]) == 2
+    assert "serve, swap, jitter" in capsys.readouterr().err
