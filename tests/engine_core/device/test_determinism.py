@@ -92,7 +92,7 @@ def test_bit_for_bit(checkpoint: tuple[Path, str], threads: int) -> None:
         cpu_offload_bytes=1 << 20,
     )
     alone = {name: Run(executor, [name], 0).finish(swaps=False)[name] for name in LENGTHS}
-    for seed in range(3):
+    for seed in range(2):
         assert Run(executor, list(LENGTHS), seed).finish(swaps=True) == alone
 
 

@@ -107,7 +107,7 @@ def test_min_p_is_relative_to_the_best() -> None:
 def test_repetition_penalty_counts_the_prompt_too() -> None:
     spec = {"temperature": 0.0, "history": [0, 4, 1], "prompt_length": 2}
     assert sample(torch.tensor([2.0, 1.9, 1.1, 0.0, -1.0]), repetition_penalty=2.0, **spec).token_id == 2
-    assert sample(torch.tensor([-1.0, -1.1, -1.9, -3.0, -0.9]), repetition_penalty=2.0, **spec).token_id == 0 + 2
+    assert sample(torch.tensor([-1.0, -1.1, -1.9, -3.0, -0.96]), repetition_penalty=2.0, **spec).token_id == 0 + 2
 
 
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:

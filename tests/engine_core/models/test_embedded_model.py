@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TEXT = (
-    "<|im_start|>user\nExplain what a hash table is in two sentences.<|im_end|>\n<|im_start|>assistant\nA hash table is "
-    "a data structure that maps keys to values using a hash function."
+    "<|im_start|>user\nExplain what a hash table is in two sentences.<|im_end|>\n<|im_start|>assistant\nA hash table "
+    "is a data structure that maps keys to values using a hash function."
 )
 
 
