@@ -121,7 +121,6 @@ class _Choice:
         generation = await job.target.engine.client.submit(
             spec.prompt_ids, spec.sampling, request_id=f"{job.id}-{spec.index}", priority=job.priority
         )
-        running = True
         try:
             if spec.echo:
                 yield Delta(spec.index, spec.echo)
@@ -131,18 +130,15 @@ class _Choice:
                         yield Delta(spec.index, event=item)
                     continue
                 delta = self._absorb(item)
-                if item.finished is not None:
-                    running = False
-                elif delta is not None and delta.finish_reason is not None:
-                    running = False
-                    await _abort(generation)  # before the last delta, whose reader may be slow
-                if delta is not None:
-                    yield delta
-                    if delta.finish_reason is not None:
-                        return
+                if delta is None:
+                    continue
+                if delta.finish_reason is not None:
+                    await _abort(generation)  # a stop string ended it; before the last delta, whose reader may be slow
+                yield delta
+                if delta.finish_reason is not None:
+                    return
         finally:
-            if running:
-                await _abort(generation)
+            await _abort(generation)
 
     def _absorb(self, chunk: TokenChunk) -> Delta | None:
         """The delta a chunk makes, or None while its text is held back."""
@@ -176,6 +172,7 @@ class _Choice:
 
 
 async def _abort(generation: Generation) -> None:
+    """Harmless for a generation that has ended."""
     with suppress(ColdblockError):  # an engine that is gone has nothing left to abort
         await generation.abort()
 

@@ -77,6 +77,10 @@ def test_byte_fallback_recovers(ids: list[int], text: str) -> None:
     assert "".join(pieces(fallback_tokenizer(), ids)) == text
 
 
+def test_recovery_delays_nothing() -> None:
+    assert pieces(fallback_tokenizer(), [0xE4, 0xBD, 0xA0, 0xE5, 259, 256]) == ["", "", "你", "", "�a", " hello", ""]
+
+
 def test_a_continuation_keeps_its_leading_space() -> None:
     assert "".join(pieces(fallback_tokenizer(), [257, 256], prompt=(256,))) == " world hello"
 
@@ -133,9 +137,10 @@ def test_a_stop_amid_one_push_cuts_there() -> None:
     )
 
 
-@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_streaming_equals_searching_the_whole(text: str, stops: list[str]) -> None:
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1), st.integers(1, 12))
+def test_streaming_equals_searching_the_whole(text: str, stops: list[str], step: int) -> None:
     ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
-    got, matched = shown(stops, text)
-    assert "".join(got) == (text[: min(ends)[1]] if ends else text)
-    assert (matched is not None) == bool(ends)
+    matcher = StopStrings(stops)
+    got = "".join(matcher.push(text[start : start + step]) for start in range(0, len(text), step)) + matcher.flush()
+    assert got == (text[: min(ends)[1]] if ends else text)
+    assert (matcher.matched is not None) == bool(ends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -236,6 +237,13 @@ def test_bodies_over_the_limit(model_folder: Path) -> None:
         for reply in (declared, chunked):
             assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
             assert reply.headers["x-request-id"]
+
+
+def test_a_declared_body_over_the_limit_is_not_read(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
 def test_the_request_id_is_the_clients_or_ours(server: Server) -> None:
