@@ -24,12 +24,6 @@ class PrefixIndex:
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
-    def __len__(self) -> int:
-        return len(self._block_of)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._digest_of
-
     def extend_chain(self, digests: list[bytes], tokens: Sequence[int], full_blocks: int) -> None:
         """Append to `digests` until it covers the first `full_blocks` blocks of `tokens`."""
         size = self._block_size

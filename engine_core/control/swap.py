@@ -88,11 +88,6 @@ class SwapManager:
         self._moves_begun = 0
         self._copying: dict[int, Swap] = {}
 
-    @property
-    def copies_running(self) -> int:
-        """Copies that have begun and not ended."""
-        return len(self._copying)
-
     def shortage(self, blocks: int) -> str | None:
         """Why `blocks` blocks cannot be swapped out now, in words with the numbers; None when they can."""
         if not self._enabled:
