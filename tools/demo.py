@@ -7,6 +7,7 @@ Does not know: how swapping works; it sees what any HTTP client and any subscrib
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import shutil
@@ -131,7 +132,8 @@ class HttpChat:
         arrived: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue()
 
         def put(item: Chunk | Exception | None) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, item)
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits for more
+                loop.call_soon_threadsafe(arrived.put_nowait, item)
 
         threading.Thread(target=self._read, args=(question, put), name="demo-http", daemon=True).start()
         while (item := await arrived.get()) is not None:

@@ -108,12 +108,12 @@ def render_header(stats: Stats, style: Style) -> list[str]:
     cpu_bar = style.paint("█" * filled, "yellow") + style.paint("·" * (BAR_WIDTH - filled), "dim")
     cpu = (
         f"CPU {cpu_bar} {count_of(offload.blocks, 'block')}, {human_bytes(offload.payload_bytes)} of "
-        f"{human_bytes(offload.budget_bytes)}, at most {count_of(offload.max_swapped_requests, 'request')}"
+        f"{human_bytes(offload.budget_bytes)}, most at once {count_of(offload.max_swapped_requests, 'request')}"
     )
     return [
         f"{style.paint(model.name, 'bold')} on {model.device} · KV {model.kv_cache_dtype}, {model.block_size} tokens "
         f"and {human_bytes(model.kv_block_bytes)} a block · up {human_seconds(stats.uptime_s)} · "
-        f"engine {stats.engine_id}",
+        f"engine {stats.engine_id[:8]}",
         f"GPU {gpu_bar(stats.gpu, style)} {stats.gpu.used} used, {stats.gpu.cached} cached, {stats.gpu.in_flight} in "
         f"flight, {stats.gpu.free} free of {count_of(stats.gpu.total, 'block')}",
         cpu if offload.enabled else "CPU offload is off",

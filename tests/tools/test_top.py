@@ -50,7 +50,7 @@ def test_render_shows_tiers_and_requests() -> None:
     assert lines[1].startswith(
         "GPU " + "█" * 16 + "▒" * 8 + "▚" * 4 + "·" * 4 + " 32 used, 16 cached, 8 in flight, 8 free"
     )
-    assert "3 blocks, 1.7 MiB of 2.0 GiB, at most 4 requests" in lines[2]
+    assert "3 blocks, 1.7 MiB of 2.0 GiB, most at once 4 requests" in lines[2]
     assert "1 running · 0 waiting · 1 swapped · 83.2 tok/s · step 12.3 ms" in lines[3]
     assert lines[6].split() == ["req-a", "chat", "decode", "40", "12", "4", "0", "1", "0.25", "s", "2.5", "s", "0"]
     assert len({len(line) for line in lines[5:8]}) == 1

@@ -31,17 +31,19 @@ class TransformersPeer:
         # with our root on sys.path, transformers would take kernels/ for the library of that name
         sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _PACKAGE_ROOT]
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
 
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         ours = (config.pop("quantization_config", None) or {}).get("quant_method") == "coldblock"
+        models: Any = transformers.AutoModelForCausalLM
         self._torch = torch
         if ours:
-            self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+            shape = transformers.AutoConfig.for_model(**config)
+            self._model = models.from_config(shape, dtype=torch.bfloat16)
             self._model.load_state_dict(_dequantized(checkpoint / "model.safetensors"), strict=False)
             self._model.tie_weights()
         else:
-            self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+            self._model = models.from_pretrained(checkpoint, dtype=torch.bfloat16)
         self._model.eval()
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[float, float]:
@@ -92,7 +94,7 @@ def _dequantized(path: Path) -> dict[str, Any]:
             mins = tensors.get(f"{base}.mins")
             if mins is not None:
                 tensor = torch.stack([tensor & 0x0F, tensor >> 4], dim=-1).flatten(1)
-            groups = tensor.unflatten(1, (scales.shape[1], -1)).float() * scales
+            groups = tensor.reshape(len(tensor), scales.shape[1], -1).float() * scales
             groups = groups if mins is None else groups + mins.float().unsqueeze(-1)
             weights[f"{base}.weight"] = groups.flatten(1).to(torch.bfloat16)
     return weights
