@@ -13,7 +13,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 from msgspec.json import encode as json_bytes
@@ -223,20 +222,19 @@ class EventStream(Response):
         except ClientLeft:
             pass  # nobody is there to be told
         finally:
-            await self._deltas.aclose()  # also when the stream was cancelled before it began
+            await self._deltas.aclose()  # wherever it was cancelled
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._deltas):
-            await _send_chunk(send, self._chunks.chunk(self._first))
-            try:
-                async for delta in self._deltas:
-                    await _send_chunk(send, self._chunks.chunk(delta))
-                last = self._chunks.tail()
-            except ColdblockError as error:
-                last = _error_event(from_engine(error))
-            except ApiError as error:
-                last = _error_event(error)
+        await _send_chunk(send, self._chunks.chunk(self._first))
+        try:
+            async for delta in self._deltas:
+                await _send_chunk(send, self._chunks.chunk(delta))
+            last = self._chunks.tail()
+        except ColdblockError as error:
+            last = _error_event(from_engine(error))
+        except ApiError as error:
+            last = _error_event(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

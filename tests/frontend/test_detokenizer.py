@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from coldblock.frontend.detokenizer import Detokenizer, StopStrings
 from frontend_kit import BOS, EOS, byte_ids, byte_tokenizer
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -138,6 +138,7 @@ def test_a_stop_amid_one_push_cuts_there() -> None:
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1), st.integers(1, 12))
+@example("abab", ["abab", "ba"], 4)
 def test_streaming_equals_searching_the_whole(text: str, stops: list[str], step: int) -> None:
     ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     matcher = StopStrings(stops)
