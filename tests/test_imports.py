@@ -12,6 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("protocol", "kernels", "engine_core", "frontend", "tools")
 
+# The frontend's text side: templates and token ids, without HTTP.
+FRONTEND_TEXT = ("frontend/chat_template", "frontend/detokenizer", "frontend/errors", "frontend/tokenization")
+
 # What a file may import of ours: the longest matching prefix on the left decides, prefixes on the right are allowed.
 ALLOWED = {
     "protocol": ("protocol",),
@@ -37,7 +40,9 @@ ALLOWED = {
     "engine_core/stats": ("engine_core/control", "protocol"),
     "engine_core/main": ("engine_core", "protocol", "settings"),
     "frontend": ("frontend", "protocol", "settings"),
-    "tools": ("tools", "protocol", "settings", "frontend/chat_template"),
+    "tools": ("tools", "protocol", "settings"),
+    "tools/chat": ("tools", "protocol", "settings", *FRONTEND_TEXT),
+    "tools/demo": ("tools", "protocol", "settings", *FRONTEND_TEXT),
     "tools/serve": ("tools", "protocol", "settings", "engine_core/config", "frontend/config"),
 }
 PURE_PYTHON = {"torch", "cupy", "zmq", "numpy", "msgspec", "msgpack"}
