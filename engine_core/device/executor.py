@@ -21,10 +21,10 @@ class Capacity:
 
 
 class Executor(Protocol):
-    """Runs one step at a time. `begin_step` starts the plan's copies and compute; `complete_step` waits for the compute.
+    """Runs one step at a time. `begin_step` starts the plan's copies and compute; `complete_step` awaits the compute.
 
-    Copies may outlive their step: each is reported once, as a `MoveDone` in the result of the step in which it was found
-    complete. A plan without chunks is legal and only moves or polls.
+    Copies may outlive their step: each is reported once, as a `MoveDone` in the result of the step in which it was
+    found complete. A plan without chunks is legal and only moves or polls.
     """
 
     capacity: Capacity
