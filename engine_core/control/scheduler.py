@@ -289,7 +289,6 @@ class Scheduler:
             for request in self._running.values()
             if request.computed_tokens > request.tokens_at_admission
             and not request.gave_way
-            and request.copy_failures < MAX_COPY_FAILURES
             and request.priority <= newcomer.priority
         ]
         hits = self._cached_prefix(newcomer)

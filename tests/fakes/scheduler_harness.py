@@ -161,5 +161,6 @@ def check_invariants(scheduler: Scheduler) -> None:
         assert use.in_flight == len(pool._held) and use.cached == len(cached)
     assert set(scheduler._index._digest_of) == scheduler._gpu._kept
     assert len(scheduler._running) + len(scheduler._swapped) <= scheduler.config.max_num_seqs
+    assert all((request.swap is not None) == (request.request_id in scheduler._swapped) for request in live)
     in_sets = [*scheduler._waiting, *scheduler._running.values(), *scheduler._swapped.values()]
     assert sorted(r.request_id for r in in_sets) == sorted(scheduler._requests)

@@ -11,7 +11,7 @@ import pytest
 from coldblock.engine_core.control.plan import Direction
 from coldblock.engine_core.control.policies import FirstSwappedFirst, LeastRecentlyActive
 from coldblock.engine_core.control.request import Request, Sampling, State
-from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES
+from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, MAX_GROWTH_SWAPS
 from scheduler_harness import Harness
 
 PHASES = ["swapping_out", "swapped", "swapping_in", "resumed"]
@@ -246,6 +246,19 @@ def test_growth_spares_the_eldest_even_when_it_has_been_idle_longest() -> None:
     harness.request("r0").last_active_time = -1.0
     harness.run_until(lambda: bool(harness.swaps))
     assert harness.swaps[0].request_id == "r2"
+    harness.run()
+
+
+@pytest.mark.parametrize(("spent", "victim"), [(["r2"], "r1"), (["r1", "r2"], "r2")])
+def test_who_left_often_is_passed_over_unless_all_did(spent: list[str], victim: str) -> None:
+    harness = Harness(num_gpu_blocks=3)
+    for index in range(3):
+        harness.add(f"r{index}", range(index * 50, index * 50 + 10), 30)
+    harness.step()
+    for name in spent:
+        harness.request(name).growth_swaps = MAX_GROWTH_SWAPS
+    harness.run_until(lambda: bool(harness.swaps))
+    assert harness.swaps[0].request_id == victim
     harness.run()
 
 
