@@ -2,7 +2,7 @@
 
 Owns: the arithmetic. Does not know: models, pages, requests; it sees tensors and numbers.
 
-All of it computes in fp32. T is tokens, H query heads, G KV heads (H a multiple of G), D the head dimension.
+T is tokens, H query heads, G KV heads (H a multiple of G), D the head dimension.
 """
 
 from __future__ import annotations
@@ -34,28 +34,21 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention of one query token per sequence: q [B, H, D], k and v [B, G, S, D], bias [B*G, 1, S] -> [B, H*D].
+    """Attention of one query token per sequence: q [B, H, D], k and v [B, G, S, D], bias [B, 1, 1, S] -> [B, H*D].
 
-    `bias` is 0 where a key exists and -inf past a sequence's end; k and v must be finite there.
+    `bias` is 0 where a key exists and -inf past a sequence's end; k and v must be finite there. One dtype for all.
     """
-    batch, groups, length, dim = k.shape
-    queries = q.reshape(batch * groups, -1, dim)
-    scores = torch.baddbmm(bias, queries, k.reshape(-1, length, dim).transpose(1, 2), alpha=dim**-0.5)
-    return torch.bmm(torch.softmax(scores, -1), v.reshape(-1, length, dim)).view(batch, -1)
+    queries = q.unflatten(1, (k.shape[1], -1))
+    return F.scaled_dot_product_attention(queries, k, v, bias).reshape(len(q), -1)
 
 
-def attend_many(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Causal attention of one chunk: q [T, H, D] at positions start.., k and v [G, start+T, D] -> [T, H*D]."""
-    tokens, heads, dim = q.shape
-    mask = None
-    if start:
-        mask = torch.ones(tokens, start + tokens, dtype=torch.bool).tril_(start)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k[None],
-        v[None],
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=heads != k.shape[0],
-    )
-    return out[0].transpose(0, 1).reshape(tokens, heads * dim)
+def attend_many(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Causal attention of one sequence's chunk: q [T, H, D], k and v [G, S, D], bias [T, S] -> [T, H*D].
+
+    `bias` is 0 where a query sees a key, else -inf; None when the chunk is the sequence's start (S = T).
+    """
+    groups = k.shape[0]
+    queries = q.unflatten(1, (groups, -1)).permute(2, 1, 0, 3)
+    keys, values = k.expand(len(queries), -1, -1, -1), v.expand(len(queries), -1, -1, -1)
+    out = F.scaled_dot_product_attention(queries, keys, values, bias, is_causal=bias is None)
+    return out.permute(2, 1, 0, 3).reshape(len(q), -1)

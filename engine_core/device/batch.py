@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,14 +25,16 @@ from .kv_pool import KVPool
 class _Group:
     """Rows [first, last) of the batch whose pages are gathered at once by `planes`, in order (K or V, row, head, page).
 
-    `bias` is None for one chunk of many tokens, which starts at position `start`.
+    Either one token of each of several sequences, with `bias` [B, 1, 1, S]; or (`many`) one sequence's chunk of tokens,
+    with `bias` [T, S] or None at the sequence's start, where `context` is the number of keys that the last token sees.
     """
 
     first: int
     last: int
     planes: Tensor
     bias: Tensor | None
-    start: int
+    context: int
+    many: bool
 
 
 class PagedBatch:
@@ -48,8 +51,8 @@ class PagedBatch:
             blocks.extend([chunk.block_table[position // pool.block_size] for position in span])
         self.token_ids = torch.tensor(tokens)
         self.positions = torch.tensor(positions)
-        self._write_planes = pool.plane_numbers(torch.tensor(blocks))
-        self._write_slots = (self.positions % pool.block_size)[:, None]
+        offsets = (self.positions % pool.block_size)[:, None]
+        self._slots = pool.format.slots(pool.plane_numbers(torch.tensor(blocks)), offsets)
         self._groups = self._make_groups()
         self._clear_new_tail_blocks()
 
@@ -62,21 +65,21 @@ class PagedBatch:
         return ends
 
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """Store kv [T, 2G, D], then attend q [T, H, D] to each row's context -> [T, H*D]; all fp32."""
+        """Store kv fp32 [T, 2G, D], attend q fp32 [T, H, D] to each row's context -> [T, H*D] in the format's dtype."""
         pool, shape = self._pool, self._pool.shape
         planes = pool.layer(layer)
-        pool.format.write(planes, self._write_planes, self._write_slots, kv)
+        pool.format.write(planes, self._slots, kv)
+        q = q.to(pool.format.dtype)
         outputs = []
         for group in self._groups:
             pages = pool.format.read(planes.index_select(0, group.planes))
-            rows = group.last - group.first if group.bias is not None else 1
-            keys, values = pages.view(2, rows, shape.num_kv_heads, -1, shape.head_dim)
             queries = q[group.first : group.last]
-            if group.bias is not None:
-                outputs.append(reference.attend_one(queries, keys, values, group.bias))
+            if group.many:
+                keys, values = pages.view(2, shape.num_kv_heads, -1, shape.head_dim)[:, :, : group.context]
+                outputs.append(reference.attend_many(queries, keys, values, group.bias))
             else:
-                end = group.start + len(queries)
-                outputs.append(reference.attend_many(queries, keys[0, :, :end], values[0, :, :end], group.start))
+                keys, values = pages.view(2, len(queries), shape.num_kv_heads, -1, shape.head_dim)
+                outputs.append(reference.attend_one(queries, keys, values, cast("Tensor", group.bias)))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _make_groups(self) -> list[_Group]:
@@ -107,15 +110,20 @@ class PagedBatch:
         tables = []
         for chunk, used in zip(chunks, pages, strict=True):
             tables.append((*chunk.block_table[:used], *[chunk.block_table[0]] * (longest - used)))
-        lengths = torch.tensor([chunk.start + 1 for chunk in chunks])
-        past_end = torch.arange(longest * self._pool.block_size) >= lengths[:, None]
-        bias = torch.zeros(past_end.shape).masked_fill_(past_end, -math.inf)
-        per_head = bias[:, None, None].expand(-1, self._pool.shape.num_kv_heads, -1, -1).flatten(0, 1)
-        return _Group(first, first + len(chunks), self._gather_order(tables), per_head, 0)
+        ends = torch.tensor([chunk.start for chunk in chunks])
+        bias = self._bias(ends, longest * self._pool.block_size)[:, None, None]
+        return _Group(first, first + len(chunks), self._gather_order(tables), bias, 0, many=False)
 
     def _prefill_group(self, first: int, chunk: Chunk) -> _Group:
-        table = chunk.block_table[: self._pages(chunk)]
-        return _Group(first, first + len(chunk.token_ids), self._gather_order([table]), None, chunk.start)
+        context = chunk.start + len(chunk.token_ids)
+        bias = self._bias(torch.arange(chunk.start, context), context) if chunk.start else None
+        order = self._gather_order([chunk.block_table[: self._pages(chunk)]])
+        return _Group(first, first + len(chunk.token_ids), order, bias, context, many=True)
+
+    def _bias(self, last_seen: Tensor, keys: int) -> Tensor:
+        """[rows, keys]: 0 up to each row's last visible key, -inf behind it."""
+        hidden = torch.arange(keys) > last_seen[:, None]
+        return torch.zeros(hidden.shape, dtype=self._pool.format.dtype).masked_fill_(hidden, -math.inf)
 
     def _gather_order(self, tables: Sequence[Sequence[int]]) -> Tensor:
         """Plane numbers in the order (K or V, row, head, page)."""

@@ -19,19 +19,30 @@ _FLOAT_DTYPES: dict[FormatName, torch.dtype] = {"fp16": torch.float16, "bf16": t
 _FP8_DTYPES: dict[FormatName, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
+Slots = tuple[Tensor, ...]
+"""Where tokens are written, as a format's `slots` computes it: once per step, as it serves every layer."""
+
+
 class KVFormat(Protocol):
-    """Writes and reads the planes of a pool. R is planes, N tokens, B block_size, D head_dim."""
+    """Writes and reads the planes of a pool. R is planes, N tokens, P planes per token, B block_size, D head_dim."""
+
+    dtype: torch.dtype
+    """What `read` returns."""
 
     def view(self, pool: Tensor) -> Tensor:
         """The uint8 pool [bytes] as [planes, row], one row per plane in the element dtype that `read` expects."""
         ...
 
-    def write(self, planes: Tensor, plane: Tensor, slot: Tensor, values: Tensor) -> None:
-        """Store values fp32 [N, P, D] at planes[plane[n, p]], token slot[n, 1]."""
+    def slots(self, plane: Tensor, offset: Tensor) -> Slots:
+        """For `write`: planes int64 [N, P], and the token's place in its block int64 [N, 1]."""
+        ...
+
+    def write(self, planes: Tensor, slots: Slots, values: Tensor) -> None:
+        """Store values fp32 [N, P, D] in rows of `view`."""
         ...
 
     def read(self, rows: Tensor) -> Tensor:
-        """Rows [R, row] of `view`, gathered, as fp32 [R, B*D]."""
+        """Rows [R, row] of `view`, gathered, as [R, B*D] in `dtype`."""
         ...
 
 
@@ -39,39 +50,48 @@ class FloatFormat:
     """fp32, bf16 or fp16 elements. fp16 saturates at its largest finite value."""
 
     def __init__(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        self._dtype, self._shape = dtype, (block_size, head_dim)
+        self.dtype, self._block_size, self._head_dim = dtype, block_size, head_dim
 
     def view(self, pool: Tensor) -> Tensor:
         """See KVFormat."""
-        return pool.view(self._dtype).view(-1, self._shape[0] * self._shape[1])
+        return pool.view(self.dtype).view(-1, self._block_size * self._head_dim)
 
-    def write(self, planes: Tensor, plane: Tensor, slot: Tensor, values: Tensor) -> None:
+    def slots(self, plane: Tensor, offset: Tensor) -> Slots:
         """See KVFormat."""
-        if self._dtype is torch.float16:
+        return (plane * self._block_size + offset,)
+
+    def write(self, planes: Tensor, slots: Slots, values: Tensor) -> None:
+        """See KVFormat."""
+        if self.dtype is torch.float16:
             values = values.clamp(-65504.0, 65504.0)
-        planes.view(-1, *self._shape).index_put_((plane, slot), values.to(self._dtype))
+        planes.view(-1, self._head_dim).index_put_(slots, values.to(self.dtype))
 
     def read(self, rows: Tensor) -> Tensor:
         """See KVFormat."""
-        return rows.float()
+        return rows
 
 
 class Fp8Format:
     """float8 elements by direct cast, clamped to the format's range. Handled as bytes, as few operators know float8."""
 
     def __init__(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        self._dtype, self._shape = dtype, (block_size, head_dim)
+        self.dtype = torch.float32
+        self._stored, self._block_size, self._head_dim = dtype, block_size, head_dim
         self._limit = torch.finfo(dtype).max
         self._values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
     def view(self, pool: Tensor) -> Tensor:
         """See KVFormat."""
-        return pool.view(-1, self._shape[0] * self._shape[1])
+        return pool.view(-1, self._block_size * self._head_dim)
 
-    def write(self, planes: Tensor, plane: Tensor, slot: Tensor, values: Tensor) -> None:
+    def slots(self, plane: Tensor, offset: Tensor) -> Slots:
         """See KVFormat."""
-        codes = values.clamp(-self._limit, self._limit).to(self._dtype).view(torch.uint8)
-        planes.view(-1, *self._shape).index_put_((plane, slot), codes)
+        return (plane * self._block_size + offset,)
+
+    def write(self, planes: Tensor, slots: Slots, values: Tensor) -> None:
+        """See KVFormat."""
+        codes = values.clamp(-self._limit, self._limit).to(self._stored).view(torch.uint8)
+        planes.view(-1, self._head_dim).index_put_(slots, codes)
 
     def read(self, rows: Tensor) -> Tensor:
         """See KVFormat."""
@@ -82,6 +102,7 @@ class Int8Format:
     """int8 elements with one fp16 scale per token and head, in the plane behind the elements."""
 
     def __init__(self, block_size: int, head_dim: int) -> None:
+        self.dtype = torch.float32
         self._shape = (block_size, head_dim)
         self._elements = block_size * head_dim
 
@@ -89,14 +110,17 @@ class Int8Format:
         """See KVFormat."""
         return pool.view(-1, self._elements + 2 * self._shape[0])
 
-    def write(self, planes: Tensor, plane: Tensor, slot: Tensor, values: Tensor) -> None:
+    def slots(self, plane: Tensor, offset: Tensor) -> Slots:
+        """See KVFormat."""
+        return plane, offset
+
+    def write(self, planes: Tensor, slots: Slots, values: Tensor) -> None:
         """See KVFormat. The scale is rounded to fp16 before it divides: reading multiplies by the same number."""
         finite = values.clamp(-65504.0, 65504.0)
         scales = (finite.abs().amax(-1, keepdim=True) / 127).clamp_min_(2.0**-24).half()
         codes = (finite / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
-        elements = planes[:, : self._elements].view(torch.int8).unflatten(1, self._shape)
-        elements.index_put_((plane, slot), codes)
-        planes[:, self._elements :].view(torch.float16).index_put_((plane, slot), scales.squeeze(-1))
+        planes[:, : self._elements].view(torch.int8).unflatten(1, self._shape).index_put_(slots, codes)
+        planes[:, self._elements :].view(torch.float16).index_put_(slots, scales.squeeze(-1))
 
     def read(self, rows: Tensor) -> Tensor:
         """See KVFormat."""

@@ -22,7 +22,7 @@ from ...kernels import reference
 from .registry import ModelConfig, RopeConfig
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
-"""(layer, q [T, H, D] fp32, k and v [T, 2G, D] fp32) -> [T, H*D] fp32; stores k and v before it attends."""
+"""(layer, q [T, H, D] fp32, k and v [T, 2G, D] fp32) -> [T, H*D]; stores k and v before it attends."""
 
 
 class Linear(Protocol):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _OPERATOR_GROUP_SIZES = (32, 64, 128, 256)
+_int4_matmul = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 _DENSE_ABOVE_ROWS = 16  # from here on the dense matrix multiplication is faster than the int4 operator
 
 
@@ -90,7 +91,5 @@ class W4Linear:
         if self._dense is not None and x.shape[0] > _DENSE_ABOVE_ROWS:
             out = F.linear(x.to(self._dense.dtype), self._dense)
         else:
-            out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x.bfloat16(), self._packed, self._group_size, self._scales_and_zeros
-            )
+            out = _int4_matmul(x.bfloat16(), self._packed, self._group_size, self._scales_and_zeros)
         return out if self._bias is None else out + self._bias

@@ -33,20 +33,25 @@ def test_silu_and_multiply() -> None:
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (7, 1)])
-def test_attention_of_one_equals_the_last_row_of_many(heads: int, groups: int) -> None:
+def test_attention_equals_its_definition(heads: int, groups: int) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(9, heads, 10), torch.randn(groups, 9, 10), torch.randn(groups, 9, 10)
-    many = reference.attend_many(q, k, v, 0)
-    one = reference.attend_one(q[8:], k[None], v[None], torch.zeros(groups, 1, 9))
-    torch.testing.assert_close(one[0], many[8])
-    torch.testing.assert_close(reference.attend_many(q[5:], k, v, 5), many[5:])
+    each_k, each_v = (x.repeat_interleave(heads // groups, 0) for x in (k, v))
+    scores = torch.einsum("thd,hsd->hts", q, each_k) / math.sqrt(10)
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    wanted = torch.einsum("hts,hsd->thd", scores.masked_fill(hidden, -math.inf).softmax(-1), each_v).flatten(1)
+    bias = torch.zeros(9, 9).masked_fill(hidden, -math.inf)
+    torch.testing.assert_close(reference.attend_many(q, k, v, None), wanted)
+    torch.testing.assert_close(reference.attend_many(q[5:], k, v, bias[5:]), wanted[5:])
+    torch.testing.assert_close(reference.attend_one(q[8:], k[None], v[None], torch.zeros(1, 1, 1, 9)), wanted[8:])
 
 
 def test_attention_past_the_end_is_masked() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
-    bias = torch.zeros(4, 1, 6)
-    bias[:2, :, 3:] = -math.inf
+    bias = torch.zeros(2, 1, 1, 6)
+    bias[0, ..., 3:] = -math.inf
     got = reference.attend_one(q, k, v, bias)
-    torch.testing.assert_close(got[:1], reference.attend_one(q[:1], k[:1, :, :3], v[:1, :, :3], torch.zeros(2, 1, 3)))
-    torch.testing.assert_close(got[1:], reference.attend_one(q[1:], k[1:], v[1:], torch.zeros(2, 1, 6)))
+    short = reference.attend_one(q[:1], k[:1, :, :3], v[:1, :, :3], torch.zeros(1, 1, 1, 3))
+    torch.testing.assert_close(got[:1], short)
+    torch.testing.assert_close(got[1:], reference.attend_one(q[1:], k[1:], v[1:], torch.zeros(1, 1, 1, 6)))

@@ -23,8 +23,8 @@ def store_and_load(kv_format: FormatName, values: Tensor, layer: int = 1) -> Ten
     positions = torch.arange(len(values))
     blocks = torch.tensor([3, 0, 4])[positions // BLOCK]
     planes = pool.plane_numbers(blocks)
-    pool.format.write(pool.layer(layer), planes, (positions % BLOCK)[:, None], values)
-    rows = pool.format.read(pool.layer(layer).index_select(0, planes.view(-1)))
+    pool.format.write(pool.layer(layer), pool.format.slots(planes, (positions % BLOCK)[:, None]), values)
+    rows = pool.format.read(pool.layer(layer).index_select(0, planes.view(-1))).float()
     pages = rows.view(len(values), -1, BLOCK, SHAPE.head_dim)
     return torch.stack([page[:, position % BLOCK] for position, page in enumerate(pages)])
 
@@ -71,7 +71,8 @@ def test_every_fp8_code_reads_as_torch_reads_it(kv_format: FormatName) -> None:
 def test_writing_touches_its_own_slots_alone(kv_format: FormatName) -> None:
     pool = KVPool(SHAPE, BLOCK, kv_format, 3, 0)
     pool.gpu.zero_()
-    pool.format.write(pool.layer(2), pool.plane_numbers(torch.tensor([1])), torch.tensor([[2]]), torch.ones(1, 4, 10))
+    slots = pool.format.slots(pool.plane_numbers(torch.tensor([1])), torch.tensor([[2]]))
+    pool.format.write(pool.layer(2), slots, torch.ones(1, 4, 10))
     assert pool.gpu[[0, 2]].sum() == 0
     per_layer = pool.gpu[1].view(SHAPE.num_layers, -1).count_nonzero(dim=1)
     assert per_layer[:2].sum() == 0
