@@ -25,8 +25,8 @@ SwapReason = Literal["admission", "growth", "resume"]
 class SamplingParams(Struct, frozen=True, array_like=True):
     """How the tokens of one request are chosen and when it ends.
 
-    temperature 0 is greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 switch those filters off. `logprobs` is the number of
-    alternatives reported beside each sampled token (0: the sampled token's own), None for no logprobs at all.
+    temperature 0 is greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 switch those filters off. `logprobs` is how many
+    alternatives are reported beside each sampled token (0: the sampled token's own), None for no logprobs at all.
     `max_tokens` None means as many as fit; more than fit is clamped to what fits.
     """
 
