@@ -24,7 +24,7 @@ from .errors import report
 from .terminal import Style, clip, count_of, human_bytes, human_seconds
 
 PROG = "coldblock top"
-BAR_WIDTH = 32
+BAR_WIDTH = 20  # so that the header fits 80 columns
 CONNECT_TIMEOUT_S = 5.0
 _ENTER_SCREEN, _LEAVE_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -112,8 +112,7 @@ def render_header(stats: Stats, style: Style) -> list[str]:
     )
     return [
         f"{style.paint(model.name, 'bold')} on {model.device} · KV {model.kv_cache_dtype}, {model.block_size} tokens "
-        f"and {human_bytes(model.kv_block_bytes)} a block · up {human_seconds(stats.uptime_s)} · "
-        f"engine {stats.engine_id[:8]}",
+        f"and {human_bytes(model.kv_block_bytes)} a block · up {human_seconds(stats.uptime_s)}",
         f"GPU {gpu_bar(stats.gpu, style)} {stats.gpu.used} used, {stats.gpu.cached} cached, {stats.gpu.in_flight} in "
         f"flight, {stats.gpu.free} free of {count_of(stats.gpu.total, 'block')}",
         cpu if offload.enabled else "CPU offload is off",

@@ -47,8 +47,9 @@ def test_render_shows_tiers_and_requests() -> None:
     lines = top.render(STATS, plain()).splitlines()
     assert "fake-model on cpu" in lines[0]
     assert "up 1 min 15 s" in lines[0]
+    assert all(len(line) <= 80 for line in lines[:4])
     assert lines[1].startswith(
-        "GPU " + "█" * 16 + "▒" * 8 + "▚" * 4 + "·" * 4 + " 32 used, 16 cached, 8 in flight, 8 free"
+        "GPU " + "█" * 10 + "▒" * 5 + "▚" * 3 + "·" * 2 + " 32 used, 16 cached, 8 in flight, 8 free"
     )
     assert "3 blocks, 1.7 MiB of 2.0 GiB, most at once 4 requests" in lines[2]
     assert "1 running · 0 waiting · 1 swapped · 83.2 tok/s · step 12.3 ms" in lines[3]

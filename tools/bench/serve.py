@@ -289,6 +289,7 @@ def _plot_throughput(axes: Axes, levels: Sequence[Level], versus: Sequence[Versu
     if decode:
         places = [level.concurrency for level in levels]
         axes.plot(places, [row.theirs for row in decode], "s--", label="transformers bf16, decode only")
+    axes.set_xticks(places)
     axes.set_xlabel("concurrency")
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0)
@@ -299,6 +300,7 @@ def _plot_latency(axes: Axes, levels: Sequence[Level]) -> None:
     places = [level.concurrency for level in levels]
     axes.plot(places, [1e3 * level.gap_p50 for level in levels], "o-", label="p50")
     axes.plot(places, [1e3 * level.gap_p95 for level in levels], "^--", label="p95")
+    axes.set_xticks(places)
     axes.set_xlabel("concurrency")
     axes.set_ylabel("ms between two tokens")
     axes.set_ylim(bottom=0)
