@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .fixed_point import FixedPointLinear, has_int8_products
+from .head import FixedPointHead, has_int8_products
 from .layers import (
     Decoder,
     DecoderLayer,
@@ -259,8 +259,9 @@ class _Loader:
         name = names.embedding if config.tie_word_embeddings else names.head
         if f"{name}.qweight" in self._source and f"{name}.mins" not in self._source:
             weight = dequantize_groups(*self._int8(name, shape))
-            fixed_point = self._options.four_bit and has_int8_products()
-            return FixedPointLinear(weight) if fixed_point else DenseLinear(weight, None, self._dtype)
+            if self._options.four_bit and has_int8_products():
+                return FixedPointHead(weight, self.norm(names.final_norm))
+            return DenseLinear(weight, None, self._dtype)
         return self.linear([name], [shape[0]], shape[1])
 
 

@@ -84,7 +84,7 @@ def test_model_equals_its_dequantized_self(tmp_path: Path, kind: str, tied: bool
     for copies in (False, True):
         packed = load(tmp_path, LoadOptions(torch.float32, four_bit=True, dense_copies=copies, positions=512))
         ours = forward(packed, make_pool(packed), [chunk("a", TOKENS, 0, [5, 2, 7, 1])])["a"]
-        assert relative_error(ours, wanted) < (1e-3 if copies and tied else 3e-2)
+        assert relative_error(ours, wanted) < (1e-2 if copies and tied else 3e-2)
 
 
 def test_odd_row_counts_fall_back_to_a_dense_matrix(tmp_path: Path) -> None:
