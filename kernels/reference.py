@@ -38,7 +38,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
     `bias` is 0 where a key exists and -inf past a sequence's end; k and v must be finite there. One dtype for all.
     """
-    queries = q.unflatten(1, (k.shape[1], -1))
+    queries = q.view(len(q), k.shape[1], -1, q.shape[2])
     return F.scaled_dot_product_attention(queries, k, v, bias).reshape(len(q), -1)
 
 
@@ -48,7 +48,7 @@ def attend_many(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     `bias` is 0 where a query sees a key, else -inf; None when the chunk is the sequence's start (S = T).
     """
     groups = k.shape[0]
-    queries = q.unflatten(1, (groups, -1)).permute(2, 1, 0, 3)
+    queries = q.view(len(q), groups, -1, q.shape[2]).permute(2, 1, 0, 3)
     keys, values = k.expand(len(queries), -1, -1, -1), v.expand(len(queries), -1, -1, -1)
     out = F.scaled_dot_product_attention(queries, keys, values, bias, is_causal=bias is None)
     return out.permute(2, 1, 0, 3).reshape(len(q), -1)

@@ -43,7 +43,9 @@ class PagedBatch:
     def __init__(self, pool: KVPool, chunks: Sequence[Chunk]) -> None:
         self._pool = pool
         self.chunks = sorted(chunks, key=lambda c: (len(c.token_ids) > 1, -len(c.block_table)))
-        tokens, positions, blocks = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
         for chunk in self.chunks:
             span = range(chunk.start, chunk.start + len(chunk.token_ids))
             tokens.extend(chunk.token_ids)

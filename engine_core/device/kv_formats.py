@@ -119,14 +119,14 @@ class Int8Format:
         finite = values.clamp(-65504.0, 65504.0)
         scales = (finite.abs().amax(-1, keepdim=True) / 127).clamp_min_(2.0**-24).half()
         codes = (finite / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
-        planes[:, : self._elements].view(torch.int8).unflatten(1, self._shape).index_put_(slots, codes)
+        planes[:, : self._elements].view(torch.int8).view(-1, *self._shape).index_put_(slots, codes)
         planes[:, self._elements :].view(torch.float16).index_put_(slots, scales.squeeze(-1))
 
     def read(self, rows: Tensor) -> Tensor:
         """See KVFormat."""
-        codes = rows[:, : self._elements].view(torch.int8).unflatten(1, self._shape)
+        codes = rows[:, : self._elements].view(torch.int8).view(-1, *self._shape)
         scales = rows[:, self._elements :].view(torch.float16).float()
-        return (codes * scales[..., None]).view(len(rows), -1)
+        return torch.mul(codes, scales[..., None]).view(len(rows), -1)
 
 
 def make_format(name: FormatName, block_size: int, head_dim: int) -> KVFormat:

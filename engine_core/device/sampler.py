@@ -10,6 +10,7 @@ presence and frequency penalties count the output.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -53,7 +54,7 @@ def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
     rows, size = logits.shape
     if size % _TILE:
         logits = torch.nn.functional.pad(logits, (0, -size % _TILE), value=-math.inf)
-    tiles = logits.unflatten(1, (-1, _TILE))
+    tiles = logits.view(rows, -1, _TILE)
     tile = tiles.amax(-1).argmax(-1)
     values, offset = tiles[torch.arange(rows), tile].max(-1)
     return (tile * _TILE + offset).tolist(), values.tolist()
@@ -83,12 +84,13 @@ def _adjusted(row: Tensor, spec: SampleSpec) -> Tensor:
     """Logits [V] after bans and penalties."""
     row, sampling = row.clone(), spec.sampling
     if spec.history is not None:
-        seen = torch.tensor(list(spec.history)).unique()
+        seen = torch.tensor(sorted(set(spec.history)))
         values = row[seen]
         penalty = sampling.repetition_penalty
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        output = torch.tensor(list(spec.history[spec.prompt_length :]), dtype=torch.int64)
-        made, counts = output.unique(return_counts=True)
+        counted = Counter(spec.history[spec.prompt_length :])
+        made = torch.tensor(list(counted), dtype=torch.int64)
+        counts = torch.tensor(list(counted.values()))
         row[made] -= sampling.frequency_penalty * counts + sampling.presence_penalty
     if spec.banned:
         row[[token for token in spec.banned if token < len(row)]] = -math.inf

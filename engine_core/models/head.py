@@ -72,7 +72,8 @@ def _most_likely(logits: Tensor) -> Tensor:
     rows, size = logits.shape
     if size <= LIKELY * _TILE:
         return logits.topk(min(LIKELY, size), sorted=False).indices
-    tiles = F.pad(logits, (0, -size % _TILE), value=-torch.inf).unflatten(1, (-1, _TILE))
+    tiles = F.pad(logits, (0, -size % _TILE), value=-torch.inf).view(rows, -1, _TILE)
     best = tiles.amax(-1).topk(LIKELY, sorted=False).indices
     place = tiles[torch.arange(rows)[:, None], best].flatten(1).topk(LIKELY, sorted=False).indices
-    return (best.gather(1, place // _TILE) * _TILE + place % _TILE).clamp_max_(size - 1)
+    ids = best.gather(1, place // _TILE) * _TILE + place % _TILE
+    return ids.clamp_(max=size - 1)

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -87,7 +87,7 @@ class Checkpoint:
         return [self._path / name for name in names]
 
     @staticmethod
-    def _open_file(file: Path) -> safe_open:
+    def _open_file(file: Path) -> Any:
         try:
             return safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
