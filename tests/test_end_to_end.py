@@ -108,6 +108,21 @@ def small_pool(embedded_model: Path) -> Iterator[Served]:
         yield served
 
 
+def test_the_demo_swaps_completes_and_leaves_nothing(embedded_model: Path) -> None:
+    """What `make run` shows: both answers, each swap event, and a summary."""
+    environment = {**os.environ, "COLDBLOCK_THREADS": "1", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "coldblock", "demo"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    events = [" ".join(line.split(":")[0].split()[2:]) for line in lines if line[:1] in ("▼", "▲")]
+    assert events == ["swapping out", "swapped out", "swapping in", "resumed"]
+    assert "2/2 answers complete" in result.stdout
+    assert "1 swap: " in result.stdout and "1 resume: " in result.stdout
+    command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(b"tool-" in line and b"coldblock" in line for line in command_lines)
+
+
 def test_openai_client_gets_the_same_answer_streamed_or_not(small_pool: Served) -> None:
     client = small_pool.openai()
     options = {"model": "smollm2-135m", "messages": QUESTION, "max_tokens": 24, "temperature": 0}

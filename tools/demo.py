@@ -33,11 +33,12 @@ from .terminal import Style, count_of, describe_swap, human_bytes, human_seconds
 
 PROG = "coldblock demo"
 MODEL = "smollm2-135m"
-POOL_BLOCKS = 10  # of 16 tokens: the longer conversation just fits, both together need 17
+POOL_BLOCKS = 10  # of 16 tokens: either conversation fits alone; both need 14 even when the answers are short
+MIN_TOKENS = 72  # a prompt is about 40 tokens, so a conversation holds 7 blocks at least
 MAX_TOKENS = 112
 QUESTIONS = {
-    "A": "Explain what a hash table is in two sentences.",
-    "B": "Why is the sky blue? Answer in two sentences.",
+    "A": "Explain what a hash table is and what it is good for.",
+    "B": "Why is the sky blue, and why is the sunset red?",
 }
 _COLOURS = {"A": "cyan", "B": "magenta"}
 _WIDTH = 88
@@ -116,7 +117,7 @@ async def _show_answer(label: str, chat: HttpChat, show: Show, first_token: asyn
                 finish = choice["finish_reason"] or finish
     finally:
         first_token.set()
-    show.end(label)
+    show.end(label, finish)
     return finish in ("stop", "length")
 
 
@@ -148,6 +149,7 @@ class HttpChat:
             "model": MODEL,
             "messages": [{"role": "user", "content": question}],
             "temperature": 0,
+            "min_tokens": MIN_TOKENS,
             "max_tokens": MAX_TOKENS,
             "stream": True,
         }
@@ -234,11 +236,12 @@ class Show:
             pending = rest
         self._pending[label] = pending
 
-    def end(self, label: str) -> None:
-        """An answer is complete."""
+    def end(self, label: str, finish: str | None) -> None:
+        """An answer is complete, or as long as it was allowed to be."""
         if last := self._pending.pop(label, ""):
             self._print(self._bar(label) + last)
-        self._print(self._bar(label) + self._style.paint("■ complete", "dim"))
+        end = f"… ■ complete at the {MAX_TOKENS} tokens asked for" if finish == "length" else "■ complete"
+        self._print(self._bar(label) + self._style.paint(end, "dim"))
 
     def swap(self, event: SwapEvent) -> None:
         """A swap event."""

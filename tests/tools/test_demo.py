@@ -31,8 +31,8 @@ def test_streams_are_printed_in_whole_lines(show: demo.Show, capsys: pytest.Capt
         show.text("A", piece)
     show.text("B", "Hi\nthere")
     show.text("A", " jumps over it")
-    show.end("B")
-    show.end("A")
+    show.end("B", "stop")
+    show.end("A", "stop")
     assert capsys.readouterr().out.splitlines() == [
         "B │ Hi",
         "A │ The quick brown fox",
@@ -45,7 +45,7 @@ def test_streams_are_printed_in_whole_lines(show: demo.Show, capsys: pytest.Capt
 
 def test_a_word_longer_than_the_line_is_cut(show: demo.Show, capsys: pytest.CaptureFixture[str]) -> None:
     show.text("A", "x" * 45)
-    show.end("A")
+    show.end("A", "stop")
     assert [len(line) for line in capsys.readouterr().out.splitlines()[:3]] == [24, 24, 9]
 
 
