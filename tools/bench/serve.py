@@ -5,6 +5,7 @@ Owns: the sweep, the comparison in alternation, and their table. Does not know: 
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import statistics
 import sys
@@ -192,7 +193,8 @@ async def compare(client: AsyncClient, model: ModelInfo, settings: ServeSettings
             prompts = random_prompts(seed, concurrency, settings.prompt_tokens, model)
             timelines, _ = await timed_load(client, prompts, greedy(settings.new_tokens), concurrency)
             ours.append(decode_rate(timelines))
-            first, last = peer.generate(prompts, settings.new_tokens)
+            # on a thread, so that our heartbeats go on and the engine does not take us for gone
+            first, last = await asyncio.to_thread(peer.generate, prompts, settings.new_tokens)
             theirs.append(concurrency * (settings.new_tokens - 1) / (last - first))
         rows.append(Versus(f"decode c={concurrency}", statistics.median(ours), statistics.median(theirs)))
     if model.max_request_tokens > PREFILL_TOKENS:
@@ -209,7 +211,7 @@ async def compare_prefill(
     ours, theirs = [], []
     for prompt in prompts:
         ours.append(PREFILL_TOKENS / (await timed(client, prompt, greedy(1))).ttft)
-        theirs.append(PREFILL_TOKENS / peer.prefill(prompt))
+        theirs.append(PREFILL_TOKENS / await asyncio.to_thread(peer.prefill, prompt))
     # the first of each only warms up
     return Versus(f"prefill {PREFILL_TOKENS}", statistics.median(ours[1:]), statistics.median(theirs[1:]))
 
