@@ -249,10 +249,7 @@ class FakeEngine:
         except ProtocolError as error:
             self._fault(peer, error.code, error.message)
             return
-        self._act_on(peer, message)
-        self.received.append(message)  # last: who waits for a message finds its effect there too
-
-    def _act_on(self, peer: bytes, message: PeerMessage) -> None:
+        self.received.append(message)
         if isinstance(message, Hello):
             self._on_hello(peer, message)
         elif peer not in self._peers:
