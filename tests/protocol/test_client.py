@@ -225,7 +225,7 @@ async def test_close_says_goodbye_and_fails_what_is_open() -> None:
             with pytest.raises(ColdblockError, match="make a new one"):
                 await client.ready()
         await asyncio.to_thread(engine.wait_for, Goodbye)
-    assert engine.aborted == {generation.request_id}
+        await until(lambda: engine.aborted == {generation.request_id})
 
 
 # ---------------------------------------------------------------- what is refused
