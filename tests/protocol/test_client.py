@@ -213,6 +213,7 @@ async def test_close_says_goodbye_and_fails_what_is_open() -> None:
     with FakeEngine(endless, delay_s=0.01) as engine:
         async with connected(engine) as client:
             generation = await client.submit([1])
+            await anext(generation)
             reading = asyncio.ensure_future(generation.result())
             await client.close()
             with pytest.raises(ColdblockError, match="closed"):
