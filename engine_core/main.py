@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 import time
@@ -140,10 +139,6 @@ def check_against_model(settings: EngineSettings, model: ModelConfig) -> None:
 
 def load_executor(settings: EngineSettings, checkpoint: Path) -> CpuExecutor:
     """The executor with the model loaded. Imports torch, so it comes after everything that can refuse."""
-    # OpenMP's threads wait for each other by spinning; when another process takes one of their cores, each of the
-    # hundred waits of a step lasts a time slice. Spinning briefly costs a sixth of the speed on an idle machine and
-    # doubles it on a busy one. libgomp reads this when torch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     from .device.config import ExecutorConfig
     from .device.cpu_executor import CpuExecutor
 

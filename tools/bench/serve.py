@@ -44,7 +44,7 @@ class ServeSettings(Settings):
 
     model: str = Field("smollm2-135m", description="a checkpoint folder, or a known name, for the engine it starts")
     endpoint: str | None = Field(None, description="measure the running engine there instead of starting one")
-    engine_flags: str = Field("", description="flags for the engine that it starts, as one word: '--threads 1'")
+    engine_flags: str = Field("", description="flags for the engine it starts, as in --engine-flags='--threads 1'")
     concurrency: Annotated[tuple[int, ...], NoDecode] = Field(
         (1, 4, 16), description="requests open at once, several separated by commas"
     )
@@ -182,8 +182,9 @@ def summarize_level(concurrency: int, timelines: Sequence[Timeline], seconds: fl
 async def compare(client: AsyncClient, model: ModelInfo, settings: ServeSettings) -> list[Versus]:
     """Decode at every concurrency and one prefill, ours and the peer's in turn on the same prompts."""
     _say("loading the same weights into transformers (bf16) ...")
-    peer = TransformersPeer(Path(model.path))
-    peer.generate(random_prompts(settings.seed, 1, settings.prompt_tokens, model), 4)
+    # the peer works on a thread, so that our heartbeats go on and the engine does not take us for gone
+    peer = await asyncio.to_thread(TransformersPeer, Path(model.path))
+    await asyncio.to_thread(peer.generate, random_prompts(settings.seed, 1, settings.prompt_tokens, model), 4)
     rows = []
     for concurrency in settings.concurrency:
         _say(f"concurrency {concurrency}, {settings.rounds} rounds each ...")
@@ -193,7 +194,6 @@ async def compare(client: AsyncClient, model: ModelInfo, settings: ServeSettings
             prompts = random_prompts(seed, concurrency, settings.prompt_tokens, model)
             timelines, _ = await timed_load(client, prompts, greedy(settings.new_tokens), concurrency)
             ours.append(decode_rate(timelines))
-            # on a thread, so that our heartbeats go on and the engine does not take us for gone
             first, last = await asyncio.to_thread(peer.generate, prompts, settings.new_tokens)
             theirs.append(concurrency * (settings.new_tokens - 1) / (last - first))
         rows.append(Versus(f"decode c={concurrency}", statistics.median(ours), statistics.median(theirs)))
