@@ -226,3 +226,17 @@ def test_dispatcher_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> 
     assert "jitter" in capsys.readouterr().out
     assert main.main(["nix"]) == 2
     assert "serve, swap, jitter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("versus", [[], [serve.Versus("decode c=1", 2.0, 1.0)]])
+def test_throughput_is_drawn_with_and_without_a_comparison(tmp_path: Path, versus: list[serve.Versus]) -> None:
+    levels = [serve.summarize_level(1, [timeline(1.0, 1.5, 3.0)], 3.0)]
+    path = report.plot(tmp_path, "serve", "title", [lambda axes: serve._plot_throughput(axes, levels, versus)])
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_do_not_tell_where_the_model_lies(tmp_path: Path) -> None:
+    path = report.write(tmp_path, "swap", {}, MODEL, [])
+    written = json.loads(path.read_text())
+    assert written["model"]["name"] == MODEL.name
+    assert "path" not in written["model"]

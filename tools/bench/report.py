@@ -47,6 +47,7 @@ def describe_machine() -> dict[str, Any]:
     """Processor, memory, software versions, date and revision: what a number means nothing without."""
     return {
         "cpu": _first_value(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine(),
+        "cpu_features": _cpu_features(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.release()}",
@@ -63,7 +64,7 @@ def write(folder: Path, name: str, settings: Mapping[str, Any], model: ModelInfo
         "benchmark": name,
         "machine": describe_machine(),
         "settings": settings,
-        "model": msgspec.to_builtins(model) if model else None,
+        "model": _without_path(model) if model else None,
         "results": results,
     }
     path = folder / f"bench-{name}.json"
@@ -73,6 +74,11 @@ def write(folder: Path, name: str, settings: Mapping[str, Any], model: ModelInfo
     except OSError as error:
         raise ToolError(f"--out {folder}: {error.strerror}") from error
     return path
+
+
+def _without_path(model: ModelInfo) -> dict[str, Any]:
+    """Where the checkpoint lies is nobody else's business."""
+    return {name: value for name, value in msgspec.to_builtins(model).items() if name != "path"}
 
 
 def plot(folder: Path, name: str, title: str, panels: Sequence[Panel]) -> Path:
@@ -119,6 +125,12 @@ def _first_value(path: Path, key: str) -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def _cpu_features() -> list[str]:
+    """Those instructions of the CPU on which the speed of 4-, 8- and 16-bit arithmetic depends."""
+    flags = set(_first_value(Path("/proc/cpuinfo"), "flags").split())
+    return sorted(flags & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"})
 
 
 def _memory_gib() -> float | None:

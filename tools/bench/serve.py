@@ -284,12 +284,10 @@ def _say(line: str) -> None:
 
 
 def _plot_throughput(axes: Axes, levels: Sequence[Level], versus: Sequence[Versus]) -> None:
-    axes.plot(
-        [level.concurrency for level in levels], [level.tokens_per_s for level in levels], "o-", label="coldblock"
-    )
+    places = [level.concurrency for level in levels]
+    axes.plot(places, [level.tokens_per_s for level in levels], "o-", label="coldblock")
     decode = [row for row in versus if row.what.startswith("decode")]
     if decode:
-        places = [level.concurrency for level in levels]
         axes.plot(places, [row.theirs for row in decode], "s--", label="transformers bf16, decode only")
     axes.set_xticks(places)
     axes.set_xlabel("concurrency")
