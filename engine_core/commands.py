@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .control.request import Sampling
+from .control.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,9 @@ class EngineSettings(Settings):
     deterministic: bool = Field(
         False, description="a request's tokens do not depend on what else runs, bit for bit; slower"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads to compute with; all cores if absent, fewer where others work")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads; all cores if absent, fewer are faster on a busy machine"
+    )
     endpoint: str | None = Field(None, description="where requests arrive: ipc://PATH or tcp://HOST:PORT")
     events_endpoint: str | None = Field(None, description="where stats and swap events are published")
     peer_timeout_s: float = Field(10.0, gt=0, description="a peer silent for so long has its requests aborted")

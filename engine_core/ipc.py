@@ -24,7 +24,7 @@ import zmq
 from ..protocol import codec, messages, sockets
 from ..protocol.errors import ProtocolError
 from .commands import Add, Cancel, Command, Report, Shutdown
-from .control.request import Sampling
+from .control.sampling import Sampling
 from .control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ ALLOWED = {
         "engine_core/errors",
         "engine_core/kv_layout",
         "engine_core/control/plan",
-        "engine_core/control/request",
+        "engine_core/control/sampling",
         "kernels",
     ),
     "engine_core/engine": ("engine_core/commands", "engine_core/control", "engine_core/device/executor"),

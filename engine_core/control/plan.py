@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .request import Sampling
+from .sampling import Sampling
 
 
 class Direction(Enum):

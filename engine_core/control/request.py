@@ -1,6 +1,6 @@
 """A request: what was asked, how far it is, and the one table of its state machine.
 
-Owns: `Sampling`, `Request`, and which state may follow which.
+Owns: `Request`, and which state may follow which.
 Does not know: pools, scheduling, the wire. It carries block ids for the scheduler and never reads a pool.
 """
 
@@ -10,33 +10,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from .sampling import Sampling
+
 if TYPE_CHECKING:
     from .swap import Swap
     from .updates import SwapReason
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How one request's tokens are chosen and when it ends; the fields mean what they mean in the protocol."""
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-
-    @property
-    def penalizes(self) -> bool:
-        """True when the choice of the next token depends on which tokens came before."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class State(Enum):

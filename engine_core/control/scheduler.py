@@ -33,7 +33,8 @@ from .block_pool import BlockPool, PoolUse
 from .plan import BlockMove, Chunk, MoveDone, SampledToken, SampleSpec, StepPlan, StepResult
 from .policies import RESUME_ORDERS, VICTIM_POLICIES
 from .prefix_index import PrefixIndex
-from .request import Event, Request, Sampling, State
+from .request import Event, Request, State
+from .sampling import Sampling
 from .swap import Residency, Swap, SwapManager
 from .updates import (
     Counters,

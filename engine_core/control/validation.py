@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .request import Sampling
+from .sampling import Sampling
 
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 10.0

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from coldblock.engine_core.control.plan import BlockMove, StepPlan
-from coldblock.engine_core.control.request import Request, Sampling, State
+from coldblock.engine_core.control.request import Request, State
+from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
 from coldblock.engine_core.device.executor import Capacity

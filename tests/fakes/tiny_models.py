@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from coldblock.engine_core.control.plan import BlockMove, Chunk, SampleSpec, StepPlan, StepResult
-from coldblock.engine_core.control.request import Sampling
+from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device.batch import PagedBatch
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cpu_executor import CpuExecutor

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from coldblock.engine_core.control.request import Event, IllegalTransition, Request, Sampling, State
+from coldblock.engine_core.control.request import Event, IllegalTransition, Request, State
+from coldblock.engine_core.control.sampling import Sampling
 
 BACK = "state before the swap"
 EXPECTED = {

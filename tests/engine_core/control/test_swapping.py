@@ -10,7 +10,8 @@ import random
 import pytest
 from coldblock.engine_core.control.plan import Direction
 from coldblock.engine_core.control.policies import FirstSwappedFirst, LeastRecentlyActive
-from coldblock.engine_core.control.request import Request, Sampling, State
+from coldblock.engine_core.control.request import Request, State
+from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, MAX_GROWTH_SWAPS
 from scheduler_harness import Harness
 

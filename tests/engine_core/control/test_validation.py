@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from coldblock.engine_core.control.request import Sampling
+from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.control.validation import Refusal, check_sampling
 from scheduler_harness import VOCAB, Harness
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from coldblock.engine_core.control.plan import BlockMove, Direction, StepPlan
-from coldblock.engine_core.control.request import Sampling
+from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device import cpu_executor
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.errors import CheckpointError, MemoryBudgetError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from coldblock.engine_core.control.plan import BlockMove, Direction, SampledToken
-from coldblock.engine_core.control.request import Sampling
+from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from tiny_models import chunk, make_executor, quantize, run_step, save_tiny
 

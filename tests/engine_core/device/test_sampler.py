@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from coldblock.engine_core.control.plan import SampledToken
-from coldblock.engine_core.control.request import Sampling
+from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device.sampler import Sampler
 from tiny_models import chunk
 from torch import Tensor
