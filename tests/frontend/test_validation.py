@@ -109,7 +109,7 @@ def test_chat_refuses(server: Server, param: str, fields: dict[str, Any]) -> Non
         '{"prompt": "hi", "temperature": NaN}',
         '{"prompt": "hi", "top_p": Infinity}',
         '{"prompt": "hi", "temperature": 1e999}',
-        '{"prompt": ' + "[" * 5000 + "]" * 5000 + "}",
+        '{"prompt": ' + "[" * 50_000 + "]" * 50_000 + "}",
         "{" + ", ".join(f'"key{index}": 1' for index in range(300)) + "}",
     ],
 )
