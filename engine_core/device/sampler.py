@@ -84,7 +84,8 @@ def _adjusted(row: Tensor, spec: SampleSpec) -> Tensor:
     """Logits [V] after bans and penalties."""
     row, sampling = row.clone(), spec.sampling
     if spec.history is not None:
-        seen = torch.tensor(sorted(set(spec.history)))
+        # A prompt may hold the model's padding ids, which have no place in the row.
+        seen = torch.tensor(sorted(token for token in set(spec.history) if token < len(row)), dtype=torch.int64)
         values = row[seen]
         penalty = sampling.repetition_penalty
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
@@ -93,7 +94,7 @@ def _adjusted(row: Tensor, spec: SampleSpec) -> Tensor:
         counts = torch.tensor(list(counted.values()))
         row[made] -= sampling.frequency_penalty * counts + sampling.presence_penalty
     if spec.banned:
-        row[[token for token in spec.banned if token < len(row)]] = -math.inf
+        row[[token for token in spec.banned if 0 <= token < len(row)]] = -math.inf
     return row
 
 

@@ -110,6 +110,13 @@ def test_repetition_penalty_counts_the_prompt_too() -> None:
     assert sample(torch.tensor([-1.0, -1.1, -1.9, -3.0, -0.96]), repetition_penalty=2.0, **spec).token_id == 0 + 2
 
 
+@pytest.mark.parametrize("history", [[310, 0], [319, 300]])
+def test_penalties_pass_over_padding_ids_in_the_prompt(history: list[int]) -> None:
+    logits = torch.linspace(1, 0, 320)
+    spec = {"temperature": 0.0, "history": history, "prompt_length": 2, "repetition_penalty": 1.5}
+    assert sample(logits, 300, **spec).token_id == history.count(0)
+
+
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     spec = {"temperature": 0.0, "history": [0, 0, 0, 1, 1, 2], "prompt_length": 3}
     assert sample(torch.tensor([0.9, 1.0, 0.95]), presence_penalty=0.5, **spec).token_id == 0
