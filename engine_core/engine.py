@@ -100,7 +100,8 @@ class Engine:
                 self.port.report(self.scheduler, peer)
             case Shutdown(drain_s):
                 log.info("shutting down: up to %.0f s for %d open requests", drain_s, len(self.scheduler.requests()))
-                self._stop_at = self.clock() + drain_s
+                stop_at = self.clock() + drain_s  # a second signal does not give more time
+                self._stop_at = stop_at if self._stop_at is None else min(self._stop_at, stop_at)
 
     def _add(self, request: Add) -> None:
         if self._stop_at is not None:

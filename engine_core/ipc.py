@@ -9,6 +9,7 @@ A peer that sends rubbish gets a `Fault`; one that reads too slowly, falls silen
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -40,9 +41,13 @@ Snapshot = Callable[["Scheduler", int], messages.Stats]
 
 @dataclass
 class Peer:
-    """One connected client. `backlog`: encoded messages that its full socket queue could not take yet."""
+    """One connected client, from a `Hello` to the next. `backlog`: messages its full socket queue did not take.
+
+    `session` is part of its requests' engine-wide ids: what an earlier session left behind never meets a later one.
+    """
 
     name: str
+    session: int
     heard_at: float
     requests: set[str] = field(default_factory=set)
     backlog: deque[bytes] = field(default_factory=deque)
@@ -52,6 +57,7 @@ class Peer:
 class _ToPeer:
     peer: bytes
     message: messages.EngineMessage | messages.Stats
+    session: int | None = None  # None: whichever is there
 
 
 class IpcPort:
@@ -66,6 +72,7 @@ class IpcPort:
         self._publisher = sockets.publisher(self._context, events_endpoint)
         self._peer_timeout_s = peer_timeout_s
         self._peers: dict[bytes, Peer] = {}
+        self._sessions = itertools.count(1)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outgoing: deque[list[Update] | _ToPeer | messages.Stats] = deque()
         self._wake_address = f"inproc://wake-{id(self)}"
@@ -107,8 +114,8 @@ class IpcPort:
 
     def refuse(self, request_id: str, field: str, value: str, allowed: str) -> None:
         """Tell the owner that the request was not taken."""
-        peer, own_id = split_id(request_id)
-        self._send(_ToPeer(peer, messages.Refused(own_id, field, value, allowed)))
+        peer, session, own_id = split_id(request_id)
+        self._send(_ToPeer(peer, messages.Refused(own_id, field, value, allowed), session))
 
     def report(self, scheduler: Scheduler, peer: bytes | None) -> None:
         """Send the engine's state to one peer, or publish it when `peer` is None."""
@@ -194,7 +201,7 @@ class IpcPort:
                 self._submit(identity, peer, message)
             case messages.Abort(request_ids):
                 for own_id in request_ids:
-                    self._commands.put(Cancel(join_id(identity, own_id)))
+                    self._commands.put(Cancel(join_id(identity, peer.session, own_id)))
             case messages.Ping(sequence):
                 self._write(identity, messages.Pong(sequence, self._step_age()))
             case messages.StatsRequest():
@@ -212,7 +219,7 @@ class IpcPort:
                 "install the same version of coldblock on both sides",
             )
         self._forget(identity)  # the same identity again is a peer that started anew
-        self._peers[identity] = Peer(hello.name, now)
+        self._peers[identity] = Peer(hello.name, next(self._sessions), now)
         self._write(identity, self._welcome)
 
     def _submit(self, identity: bytes, peer: Peer, submit: messages.Submit) -> None:
@@ -223,7 +230,8 @@ class IpcPort:
         prompt = codec.unpack_tokens(submit.prompt)
         peer.requests.add(submit.request_id)
         sampling = Sampling(**msgspec.structs.asdict(submit.sampling))
-        self._commands.put(Add(join_id(identity, submit.request_id), prompt, sampling, submit.priority))
+        request_id = join_id(identity, peer.session, submit.request_id)
+        self._commands.put(Add(request_id, prompt, sampling, submit.priority))
 
     def _sweep(self, now: float) -> None:
         """Retry full sockets, and let go of peers that have been silent for too long."""
@@ -243,7 +251,7 @@ class IpcPort:
         peer = self._peers.pop(identity, None)
         if peer is not None:
             for own_id in peer.requests:
-                self._commands.put(Cancel(join_id(identity, own_id)))
+                self._commands.put(Cancel(join_id(identity, peer.session, own_id)))
 
     # ------------------------------------------------------------ sending
 
@@ -253,10 +261,13 @@ class IpcPort:
             match item:
                 case list():
                     self._deliver(item)
-                case _ToPeer(peer, message):
-                    if isinstance(message, messages.Refused) and peer in self._peers:
-                        self._peers[peer].requests.discard(message.request_id)
-                    self._write(peer, message)
+                case _ToPeer(identity, message, session):
+                    peer = self._peers.get(identity)
+                    if peer is None or session not in (None, peer.session):
+                        continue
+                    if isinstance(message, messages.Refused):
+                        peer.requests.discard(message.request_id)
+                    self._write(identity, message)
                 case messages.Stats():
                     self._publish(sockets.TOPIC_STATS, item)
 
@@ -264,16 +275,19 @@ class IpcPort:
         """One `Tokens` a peer; a swap event goes out in its place between a request's tokens."""
         pending: dict[bytes, dict[str, list[Update]]] = {}
         for update in updates:
-            peer, own_id = split_id(update.request_id)
+            identity, session, own_id = split_id(update.request_id)
+            peer = self._peers.get(identity)
+            has_owner = peer is not None and peer.session == session
             if isinstance(update, SwapUpdate):
-                self._flush(peer, pending.pop(peer, {}))
                 event = self._swap_event(own_id, update)
-                self._write(peer, event)
+                if has_owner:
+                    self._flush(identity, pending.pop(identity, {}))
+                    self._write(identity, event)
                 self._publish(sockets.TOPIC_SWAP, event)
-            else:
-                pending.setdefault(peer, {}).setdefault(own_id, []).append(update)
-        for peer, outputs in pending.items():
-            self._flush(peer, outputs)
+            elif has_owner:
+                pending.setdefault(identity, {}).setdefault(own_id, []).append(update)
+        for identity, outputs in pending.items():
+            self._flush(identity, outputs)
 
     def _flush(self, identity: bytes, outputs: dict[str, list[Update]]) -> None:
         peer = self._peers.get(identity)
@@ -334,15 +348,15 @@ class IpcPort:
         return True
 
 
-def join_id(peer: bytes, own_id: str) -> str:
-    """The engine-wide id of a peer's request."""
-    return f"{peer.hex()}/{own_id}"
+def join_id(peer: bytes, session: int, own_id: str) -> str:
+    """The engine-wide id of a peer's request: no two requests ever share one, whatever ids a peer uses again."""
+    return f"{peer.hex()}/{session}/{own_id}"
 
 
-def split_id(request_id: str) -> tuple[bytes, str]:
+def split_id(request_id: str) -> tuple[bytes, int, str]:
     """Undo `join_id`."""
-    peer, _, own_id = request_id.partition("/")
-    return bytes.fromhex(peer), own_id
+    peer, session, own_id = request_id.split("/", 2)
+    return bytes.fromhex(peer), int(session), own_id
 
 
 def tokens_out(own_id: str, updates: list[Update]) -> messages.TokensOut:

@@ -23,6 +23,7 @@ ITL_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.
 REQUEST_BUCKETS = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 COPY_BUCKETS = (.0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3, 10)
 # fmt: on
+MAX_ROWS = 1000  # so many requests are listed: however long the queue, a snapshot stays quick to make and to send
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
 
@@ -149,12 +150,12 @@ class EngineStats:
             ),
             step_ms=1000 * self._step_s,
             tokens_per_s=self._rate.per_second(now),
-            requests=tuple(self._row(view) for view in scheduler.requests()),
+            requests=tuple(self._row(view) for view in scheduler.requests(MAX_ROWS)),
             metrics=tuple(self._metrics(scheduler)),
         )
 
     def _row(self, view: RequestView) -> RequestRow:
-        peer, _, own_id = view.request_id.partition("/")
+        peer, _, own_id = view.request_id.split("/", 2)
         return RequestRow(
             request_id=own_id,
             peer=peer,

@@ -11,11 +11,14 @@ default, so that a reader of the same PROTOCOL_VERSION accepts a message that is
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 1
+
+Name = Annotated[str, Meta(max_length=256)]
+"""What a peer calls itself or a request. Short, as it comes back in every message, in stats and in logs."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "rejected"]
@@ -52,13 +55,13 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """First message of a peer. `name` is shown in `stats` and logs."""
 
     version: int
-    name: str
+    name: Name
 
 
 class Submit(Struct, frozen=True, array_like=True, tag="submit"):
     """Generate from `prompt` (token ids as packed uint32). `request_id` is unique within its peer."""
 
-    request_id: str
+    request_id: Name
     prompt: bytes
     sampling: SamplingParams
     priority: int = 0

@@ -28,6 +28,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from .block_pool import BlockPool, PoolUse
 from .plan import BlockMove, Chunk, MoveDone, SampledToken, SampleSpec, StepPlan, StepResult
@@ -592,8 +593,8 @@ class Scheduler:
         """The CPU tier's blocks by state."""
         return self._cpu.use()
 
-    def requests(self) -> list[RequestView]:
-        """Every live request, in order of arrival."""
+    def requests(self, most: int | None = None) -> list[RequestView]:
+        """Every live request, or the first `most`, in order of arrival."""
         now = self._clock()
         return [
             RequestView(
@@ -608,7 +609,7 @@ class Scheduler:
                 age_s=now - request.arrived_at,
                 priority=request.priority,
             )
-            for request in self._requests.values()
+            for request in islice(self._requests.values(), most)
         ]
 
 
