@@ -7,7 +7,8 @@ Does not know: tensors; torch is not needed here, so that a wrong model is refus
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,17 +98,33 @@ def read_model_config(path: Path) -> ModelConfig:
     raw = _read_json(file)
     if raw is None:
         raise CheckpointError(file, "not found; the model must be a folder with config.json and safetensors files")
+    with _blaming(file):
+        return _model_config(path, file, raw)
+
+
+@contextmanager
+def _blaming(file: Path) -> Iterator[None]:
+    """What a value of the wrong kind leads to becomes an error that names the file."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(file, f"holds a value of the wrong kind: {error}") from error
+
+
+def _model_config(path: Path, file: Path, raw: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(file, raw)
     _refuse_unsupported(file, raw)
     hidden, heads = _positive(file, raw, "hidden_size"), _positive(file, raw, "num_attention_heads")
-    kv_heads = int(raw.get("num_key_value_heads") or heads)
-    head_dim = int(raw.get("head_dim") or hidden // heads)
+    kv_heads = _positive(file, raw, "num_key_value_heads", heads)
+    head_dim = _positive(file, raw, "head_dim", hidden // heads)
     if heads % kv_heads or head_dim % 2:
         sizes = f"num_attention_heads {heads}, num_key_value_heads {kv_heads}, head_dim {head_dim}"
         raise CheckpointError(file, f"{sizes} do not fit together")
     vocab_size = _positive(file, raw, "vocab_size")
-    max_positions = int(raw.get("max_position_embeddings") or 2048)
-    generation = _read_json(path / "generation_config.json") or {}
+    max_positions = _positive(file, raw, "max_position_embeddings", 2048)
+    generation_file = path / "generation_config.json"
+    with _blaming(generation_file):
+        generation_ends = _eos_ids(_read_json(generation_file) or {})
     return ModelConfig(
         path=path,
         architecture=architecture,
@@ -123,7 +140,7 @@ def read_model_config(path: Path) -> ModelConfig:
         max_position_embeddings=max_positions,
         rope=_rope(file, raw, max_positions),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=_eos_ids(raw, generation),
+        eos_token_ids=tuple(dict.fromkeys((*_eos_ids(raw), *generation_ends))),
         dtype=_DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), "fp32"),
         quantization=_quantization(file, raw),
     )
@@ -135,7 +152,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(file, f"cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(file, "is not a JSON object")
@@ -158,8 +175,8 @@ def _refuse_unsupported(file: Path, raw: Mapping[str, Any]) -> None:
         raise CheckpointError(file, "use_sliding_window true is not supported")
 
 
-def _positive(file: Path, raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
+def _positive(file: Path, raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key) or default
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(file, f"{key} is {value!r}; a positive integer is needed")
     return value
@@ -182,24 +199,22 @@ def _rope(file: Path, raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     )
 
 
-def _eos_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
-    ids: dict[int, None] = {}
-    for source in sources:
-        value = source.get("eos_token_id")
-        for token in value if isinstance(value, list) else [] if value is None else [value]:
-            ids[int(token)] = None
-    return tuple(ids)
+def _eos_ids(source: Mapping[str, Any]) -> list[int]:
+    value = source.get("eos_token_id")
+    return [int(token) for token in (value if isinstance(value, list) else [] if value is None else [value])]
 
 
 def _tokenizer_size(path: Path) -> int | None:
     """One more than the largest id in tokenizer.json, added tokens included; None without such a file."""
-    tokenizer = _read_json(path / "tokenizer.json")
+    file = path / "tokenizer.json"
+    tokenizer = _read_json(file)
     if tokenizer is None:
         return None
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
-    added = [entry["id"] for entry in tokenizer.get("added_tokens") or []]
-    return max([*ids, *added], default=-1) + 1
+    with _blaming(file):
+        vocab = tokenizer.get("model", {}).get("vocab", {})
+        ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
+        added = [entry["id"] for entry in tokenizer.get("added_tokens") or []]
+        return int(max([*ids, *added], default=-1) + 1)
 
 
 def _quantization(file: Path, raw: Mapping[str, Any]) -> Quantization | None:

@@ -82,9 +82,9 @@ class Checkpoint:
             return []
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            return [self._path / name for name in names]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(index, f"is not an index of safetensors shards: {error!r}") from error
-        return [self._path / name for name in names]
 
     @staticmethod
     def _open_file(file: Path) -> Any:
@@ -107,6 +107,8 @@ class Checkpoint:
         if tuple(tensor.shape) != tuple(shape):
             found = list(tensor.shape)
             raise CheckpointError(file, f"tensor {name} has shape {found}, config.json asks for {list(shape)}")
+        if tensor.is_floating_point() == name.endswith(".qweight"):
+            raise CheckpointError(file, f"tensor {name} has the wrong dtype {tensor.dtype}")
         return tensor
 
     def unused(self) -> list[str]:

@@ -83,6 +83,18 @@ def test_rope_parameters_of_newer_files(tmp_path: Path) -> None:
         ({"vocab_size": None}, "vocab_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"quantization_config": {"quant_method": "unknown", "bits": 4}}, "unknown"),
+        ({"num_key_value_heads": "two"}, "num_key_value_heads"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads"),
+        ({"head_dim": -16}, "head_dim"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings"),
+        ({"architectures": 5}, "wrong kind"),
+        ({"eos_token_id": "</s>"}, "wrong kind.*</s>"),
+        ({"eos_token_id": [[1]]}, "wrong kind"),
+        ({"rope_scaling": [1]}, "wrong kind"),
+        ({"rope_scaling": {"type": "linear", "factor": "a"}}, "wrong kind.*'a'"),
+        ({"rms_norm_eps": None}, "wrong kind"),
+        ({"quantization_config": "awq"}, "wrong kind"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
@@ -100,6 +112,25 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", "[" * 200_000),
+        ("generation_config.json", '{"eos_token_id": ["x"]}'),
+        ("tokenizer.json", '{"model": null}'),
+        ("tokenizer.json", '{"model": {"vocab": 3}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}'),
+        ("tokenizer.json", '{"model": {"vocab": {}}, "added_tokens": [{}]}'),
+    ],
+)
+def test_a_file_with_other_content_is_named(tmp_path: Path, name: str, text: str) -> None:
+    write(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        read_model_config(tmp_path)
+    assert caught.value.path == tmp_path / name
 
 
 def test_tokenizer_size_counts_added_tokens(tmp_path: Path) -> None:

@@ -46,9 +46,10 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_broken_index_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": 1, "b": "c"}}'])
+def test_broken_index_is_named(tmp_path: Path, text: str) -> None:
     save_tiny(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"index\.json"):
         load(tmp_path)
 
@@ -146,6 +147,18 @@ def test_dummy_weights_depend_on_the_seed_alone(tmp_path: Path, four_bit: bool, 
     assert not torch.equal(results[0], results[2])
     assert results[0].isfinite().all()
     assert 0.1 < results[0].std() < 20
+
+
+def test_a_wrong_kind_of_numbers_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    edit_tensors(tmp_path, model__layers__1__mlp__down_proj__weight=torch.zeros(64, 96, dtype=torch.int64))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight has the wrong dtype torch.int64"):
+        load(tmp_path)
+    save_tiny(tmp_path)
+    quantize(tmp_path)
+    edit_tensors(tmp_path, model__layers__0__mlp__down_proj__qweight=torch.zeros(64, 48))
+    with pytest.raises(CheckpointError, match=r"down_proj\.qweight has the wrong dtype torch.float32"):
+        load(tmp_path)
 
 
 def test_quantized_tensors_without_a_quantization_config(tmp_path: Path) -> None:
