@@ -88,7 +88,7 @@ class AsyncClient:
         self._tokenizer_path = tokenizer_path
         self._timeout_s = timeout_s
         self._heartbeat_s = heartbeat_s
-        self._max_unanswered = max(2, round(death_s / heartbeat_s))
+        self._death_s = death_s
         self._stuck_s = stuck_s
         self._ctx: zmq.Context[zmq.Socket[Any]] | None = None
         self._connection: Connection | None = None
@@ -314,11 +314,15 @@ class AsyncClient:
     async def _beat(self) -> None:
         """Ping, and count what stays unanswered: counting, not clocks, so that a pause of our own kills nothing."""
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            await self._settled.wait()
+            interval_s = self._heartbeat_s
+            if self._welcome is not None:  # often enough for an engine that soon lets go of silent peers
+                interval_s = min(interval_s, self._welcome.peer_timeout_s / 4)
+            await asyncio.sleep(interval_s)
             if self._welcome is None:
                 continue
             unanswered = self._pings_sent - self._pings_answered
-            if unanswered >= self._max_unanswered:
+            if unanswered >= max(2, round(self._death_s / interval_s)):
                 self._rejoin(
                     EngineDied(f"the engine at {self.endpoint} left {unanswered} pings unanswered; submit again")
                 )

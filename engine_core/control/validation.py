@@ -14,6 +14,7 @@ MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_ADDITIVE_PENALTY = 2.0
 MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 1024  # every step looks through them
 SEED_LIMIT = 2**63
 
 
@@ -51,6 +52,8 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """Raise Refusal for the first sampling value that is out of its range; a NaN is out of every range."""
     if sampling.max_tokens is not None and sampling.max_tokens < 1:
         raise Refusal("max_tokens", str(sampling.max_tokens), "at least 1")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise Refusal("stop_token_ids", f"{len(sampling.stop_token_ids)} ids", f"at most {MAX_STOP_TOKENS}")
     most = math.inf if sampling.max_tokens is None else sampling.max_tokens
     ranges: tuple[tuple[str, float | None, float, float], ...] = (
         ("min_tokens", sampling.min_tokens, 0, most),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -85,6 +86,15 @@ def test_nothing_of_an_earlier_session_comes_back(engine: EngineProcess) -> None
             pass
         outputs = peer.outputs_until_end()
     assert (sum(count for count, _ in outputs), outputs[-1][1]) == (40, "length")
+
+
+def test_a_client_pings_as_often_as_the_engine_asks(tmp_path: Path) -> None:
+    flags = ("--load-format", "dummy", "--num-gpu-blocks", "128", "--peer-timeout-s", "0.8")
+    with running_engine(write_tiny_model(tmp_path), *flags) as engine, engine.client(heartbeat_s=60.0) as client:
+        client.ready()
+        params = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
+        requests = [client.submit([5, 6, 7], params) for _ in range(4)]
+        assert [request.result().finished.reason for request in requests] == ["length"] * 4
 
 
 def test_a_huge_name_is_malformed_and_spoils_nobodys_stats(engine: EngineProcess) -> None:

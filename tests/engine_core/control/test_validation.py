@@ -44,6 +44,12 @@ def test_sampling_out_of_range_is_refused_by_name(field: str, value: object) -> 
     assert refusal.value.field == field and refusal.value.value in str(value) and refusal.value.allowed
 
 
+def test_very_many_stop_tokens_are_refused() -> None:
+    check_sampling(Sampling(stop_token_ids=(5,) * 1024), VOCAB)
+    with pytest.raises(Refusal, match="stop_token_ids is 1025 ids; allowed: at most 1024"):
+        check_sampling(Sampling(stop_token_ids=(5,) * 1025), VOCAB)
+
+
 def test_more_minimum_than_maximum_is_refused() -> None:
     with pytest.raises(Refusal, match="min_tokens is 5; allowed: 0 to 4"):
         check_sampling(Sampling(min_tokens=5, max_tokens=4), VOCAB)
