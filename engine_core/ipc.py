@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_MS = 250
+PAUSE_S = 1.0  # a longer gap between two sweeps means that this process itself stood still
 MAX_BACKLOG = 8192  # messages kept for one peer beyond its socket's own queue
 
 Snapshot = Callable[["Scheduler", int], messages.Stats]
@@ -162,8 +163,8 @@ class IpcPort:
                 self._receive()
             now = time.monotonic()
             if now - swept_at >= POLL_MS / 1000:
+                self._sweep(now, now - swept_at)
                 swept_at = now
-                self._sweep(now)
         self._deliver_all()
 
     def _drain_wakes(self) -> None:
@@ -233,9 +234,11 @@ class IpcPort:
         request_id = join_id(identity, peer.session, submit.request_id)
         self._commands.put(Add(request_id, prompt, sampling, submit.priority))
 
-    def _sweep(self, now: float) -> None:
-        """Retry full sockets, and let go of peers that have been silent for too long."""
+    def _sweep(self, now: float, elapsed: float) -> None:
+        """Retry full sockets, and let go of peers that have been silent too long, not counting pauses of our own."""
+        pause = elapsed if elapsed > PAUSE_S else 0.0
         for identity, peer in list(self._peers.items()):
+            peer.heard_at = min(now, peer.heard_at + pause)
             if peer.backlog:
                 self._write_backlog(identity, peer)
             if now - peer.heard_at > self._peer_timeout_s:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,19 @@ def test_a_client_pings_as_often_as_the_engine_asks(tmp_path: Path) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
         requests = [client.submit([5, 6, 7], params) for _ in range(4)]
         assert [request.result().finished.reason for request in requests] == ["length"] * 4
+
+
+def test_an_engine_that_was_stopped_does_not_blame_its_peers(tmp_path: Path) -> None:
+    flags = ("--load-format", "dummy", "--num-gpu-blocks", "8", "--peer-timeout-s", "3")
+    with running_engine(write_tiny_model(tmp_path), *flags) as engine, raw_peer(engine) as peer:
+        peer.send(HELLO)
+        assert peer.receive()[0] == "welcome"
+        engine.process.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)  # longer than a peer may be silent
+        engine.process.send_signal(signal.SIGCONT)
+        time.sleep(0.6)  # the engine has looked for silent peers
+        peer.send(["ping", 1])
+        assert peer.receive()[:2] == ["pong", 1]
 
 
 def test_a_huge_name_is_malformed_and_spoils_nobodys_stats(engine: EngineProcess) -> None:
