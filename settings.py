@@ -9,8 +9,10 @@ reads the sections that its settings class names and refuses keys in them that i
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -21,6 +23,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
+    CliSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -115,6 +118,25 @@ def _read_file(path: Path) -> dict[str, Any]:
     return content
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help for people: no names of Python types, and no defaults that say nothing."""
+
+    _VALUES: ClassVar[dict[str, str]] = {"int": "N", "float": "X", "str": "TEXT", "Path": "PATH"}
+    _EMPTY_DEFAULT = re.compile(r" \(default(?:: (?:None|\(\)|)| factory: .*)\)$")
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        if isinstance(action.metavar, str):
+            inner = re.fullmatch(r"tuple\[(\w+),\.\.\.\]", action.metavar)
+            word = self._VALUES.get(inner[1] if inner else action.metavar, action.metavar)
+            action.metavar = f"{word},..." if inner else word
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = self._EMPTY_DEFAULT.sub("", super()._expand_help(action))
+        tuple_default = re.search(r" \(default: \((.*)\)\)$", text)
+        return f"{text[: tuple_default.start()]} (default: {tuple_default[1]})" if tuple_default else text
+
+
 T = TypeVar("T", bound=Settings)
 
 
@@ -131,7 +153,9 @@ def load(settings_type: type[T], argv: list[str], *, prog: str, summary: str) ->
             "__module__": settings_type.__module__,
             "model_config": SettingsConfigDict(cli_prog_name=prog),
         }
-        return CliApp.run(cast("type[T]", type(settings_type.__name__, (settings_type,), body)), cli_args=argv)
+        named = cast("type[T]", type(settings_type.__name__, (settings_type,), body))
+        command_line = CliSettingsSource[Any](named, formatter_class=_HelpFormatter)
+        return CliApp.run(named, cli_args=argv, cli_settings_source=command_line)
     except ValidationError as error:
         message = _describe(error, settings_type)
     except (SettingsError, UsageError) as error:

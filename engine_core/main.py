@@ -41,11 +41,12 @@ DRAIN_S = 10.0  # how long open requests may go on after SIGTERM
 
 def main(argv: list[str]) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code."""
-    if "--status" in argv:
-        return print_status(load(StatusSettings, argv, prog=PROG, summary="Print a running engine's state as JSON."))
-    settings = load(EngineSettings, argv, prog=PROG, summary=__doc__.split("\n")[0])
-    setup_logging(settings.log_level)
     try:
+        if "--status" in argv:
+            summary = "Print a running engine's state as JSON."
+            return print_status(load(StatusSettings, argv, prog=PROG, summary=summary))
+        settings = load(EngineSettings, argv, prog=PROG, summary=__doc__.split("\n")[0])
+        setup_logging(settings.log_level)
         return serve(settings)
     except UsageError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -57,9 +58,10 @@ def main(argv: list[str]) -> int:
 
 def print_status(settings: StatusSettings) -> int:
     """`Stats` of the engine at the endpoint, as one JSON object."""
+    endpoint = checked_endpoint("--endpoint", settings.endpoint or sockets.default_endpoint())
 
     async def ask() -> messages.Stats:
-        async with AsyncClient(settings.endpoint, name="status") as client:
+        async with AsyncClient(endpoint, name="status") as client:
             await client.ready(5.0)
             return await client.stats(5.0)
 

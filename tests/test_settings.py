@@ -113,3 +113,34 @@ def test_the_program(argv: list[str], code: int, words: list[str]) -> None:
     result = subprocess.run([sys.executable, "-m", "coldblock", *argv], capture_output=True, text=True, timeout=60)
     assert result.returncode == code
     assert all(word in result.stdout + result.stderr for word in words)
+
+
+@pytest.mark.parametrize("command", [["engine", "--status"], ["top", "--once"], ["chat"]])
+def test_a_wrong_endpoint_is_one_line(command: list[str]) -> None:
+    arguments = [sys.executable, "-m", "coldblock", *command, "--endpoint", "foo"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1 and "--endpoint" in result.stderr and "'foo'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "engine", "frontend", "chat", "top", "demo", "fetch-model", "bench serve"]
+)
+def test_help_speaks_no_python(command: str) -> None:
+    arguments = [sys.executable, "-m", "coldblock", *command.split(), "--help"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    for word in ("tuple", "None", "lambda", "factory", " Path", " str]", " int]", "()"):
+        assert word not in result.stdout, word
+
+
+def test_help_shows_defaults_that_say_something() -> None:
+    arguments = [sys.executable, "-m", "coldblock", "bench", "serve", "--help"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert "(default: 1, 4, 16)" in result.stdout and "--rounds N" in result.stdout
+
+
+def test_serve_does_not_offer_a_flag_that_it_refuses() -> None:
+    arguments = [sys.executable, "-m", "coldblock", "serve", "--help"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert "--engine" not in result.stdout and "--endpoint" in result.stdout

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ..frontend.detokenizer import Detokenizer
 from ..frontend.errors import ApiError
@@ -21,6 +21,7 @@ from ..protocol.client import BlockingGeneration, Client, TokenChunk
 from ..protocol.errors import ColdblockError
 from ..protocol.messages import SamplingParams, SwapEvent
 from ..settings import EXIT_OK, Settings, load
+from .endpoints import usable_endpoint
 from .errors import ToolError, report
 from .terminal import Style, describe_swap
 from .top import render_header
@@ -39,6 +40,8 @@ class ChatSettings(Settings):
     temperature: float = Field(0.2, ge=0, description="0 takes the likeliest token always")
     top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this total probability")
     seed: int | None = Field(None, ge=0, description="makes sampled answers repeatable")
+
+    _usable_endpoint = field_validator("endpoint")(usable_endpoint)
 
 
 def main(argv: list[str]) -> int:
@@ -112,6 +115,7 @@ class Chat:
 
     def take(self, line: str) -> bool:
         """Answer a message or obey a command; False after /quit. Raises ColdblockError when no answer is made."""
+        line = _readable(line)
         if line == "/quit":
             return False
         if line in self._commands:
@@ -124,7 +128,7 @@ class Chat:
 
     def reset(self) -> None:
         """Begin a new conversation."""
-        system = self._settings.system
+        system = _readable(self._settings.system or "")
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def show_stats(self) -> None:
@@ -175,3 +179,8 @@ class Chat:
 
     def _say(self, line: str) -> None:
         print(self._style.paint(line, "dim"), file=sys.stderr, flush=True)
+
+
+def _readable(text: str) -> str:
+    """`text` with the bytes that were no UTF-8 as replacement characters; Python reads them as lone surrogates."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

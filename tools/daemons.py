@@ -76,8 +76,12 @@ async def running_engine(model: str, *flags: str) -> AsyncIterator[str]:
     """A fresh engine with these flags; yields its endpoint. Raises ToolError, with its last words, if it fails."""
     endpoint, events = own_endpoints("tool")
     command = own_command("engine", model, "--endpoint", endpoint, "--events-endpoint", events, *flags)
-    async with _running("engine", command, engine_ready(endpoint)):
-        yield endpoint
+    try:
+        async with _running("engine", command, engine_ready(endpoint)):
+            yield endpoint
+    finally:
+        for socket_file in (endpoint, events):  # ZeroMQ leaves them lying
+            Path(socket_file.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 @asynccontextmanager

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
+from pydantic_settings import CliSuppress, NoDecode
 
 from ..engine_core.config import EngineSettings
 from ..frontend.config import FrontendSettings
@@ -19,6 +20,7 @@ from ..protocol.sockets import default_endpoint, default_events_endpoint
 from ..settings import Settings, UsageError, flag_name, load
 from .children import STOP_GRACE_S, own_command, run_until_signal
 from .daemons import engine_ready, free_port, frontend_ready, own_endpoints
+from .endpoints import usable_endpoint
 from .errors import report
 from .fetch_model import resolve_model
 from .supervisor import ChildSpec, supervise
@@ -31,6 +33,10 @@ class ServeSettings(EngineSettings, FrontendSettings):
     """Settings of `coldblock serve`: the engine's and the frontend's."""
 
     sections: ClassVar[tuple[str, ...]] = ("engine", "frontend")
+
+    engine: CliSuppress[Annotated[tuple[str, ...], NoDecode]] = ()  # known, to be refused with the way out
+
+    _usable_endpoints = field_validator("endpoint", "events_endpoint")(usable_endpoint)
 
     @model_validator(mode="after")
     def _has_its_own_engine(self) -> ServeSettings:

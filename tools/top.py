@@ -13,13 +13,14 @@ import sys
 from collections.abc import Iterator
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ..protocol.client import AsyncClient
 from ..protocol.errors import ColdblockError, EngineDied, EngineUnreachable
 from ..protocol.messages import RequestRow, Stats, TierUse
 from ..settings import EXIT_OK, Settings, load
 from .children import run_until_signal
+from .endpoints import usable_endpoint
 from .errors import report
 from .terminal import Style, clip, count_of, human_bytes, human_seconds
 
@@ -37,6 +38,8 @@ class TopSettings(Settings):
     once: bool = Field(False, description="print the state once and end")
     json_lines: bool = Field(False, alias="json", description="print the state as JSON, one line a time")
     interval: float = Field(1.0, gt=0, description="seconds between two looks")
+
+    _usable_endpoint = field_validator("endpoint")(usable_endpoint)
 
 
 def main(argv: list[str]) -> int:

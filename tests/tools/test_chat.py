@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -94,6 +95,14 @@ def test_failure_ends_a_pipe_with_the_reason(engine: FakeEngine, line: str, reas
     assert done.returncode == 1
     assert reason in done.stderr
     assert done.stdout == ""
+
+
+def test_bytes_that_are_no_text_are_replaced(engine: FakeEngine) -> None:
+    command = [sys.executable, "-m", "coldblock", "chat", "--endpoint", engine.endpoint, "--system", b"\xfe"]
+    done = subprocess.run(
+        command, input=b"\xff\n", capture_output=True, timeout=TIMEOUT_S, env={**os.environ, "PYTHONUTF8": "1"}
+    )
+    assert (done.returncode, done.stdout.decode()) == (0, "You said \ufffd.\n"), done.stderr.decode()
 
 
 def test_missing_tokenizer_names_the_flag(engine: FakeEngine, tmp_path: Path) -> None:

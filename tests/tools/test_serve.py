@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
 from coldblock.engine_core.config import EngineSettings
 from coldblock.frontend.config import FrontendSettings
-from coldblock.protocol.sockets import default_endpoint, default_events_endpoint
+from coldblock.protocol.sockets import default_endpoint, default_events_endpoint, runtime_dir
 from coldblock.settings import UsageError, load
 from coldblock.tools import daemons, serve
 from coldblock.tools.errors import ToolError
+from processes import write_tiny_model
 
 
 @pytest.fixture(autouse=True)
 def own_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("COLDBLOCK_")]:  # the developer's own settings
+        monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
@@ -102,3 +107,25 @@ async def test_engine_that_fails_to_start_is_shown_with_its_last_words(tmp_path:
     with pytest.raises(ToolError, match=r"(?s)exit code 2.*MODEL"):
         async with daemons.running_engine(str(tmp_path / "nothing")):
             pass
+
+
+@pytest.mark.parametrize("flag", ["--endpoint", "--events-endpoint"])
+@pytest.mark.parametrize("value", ["foo", "ipc:///" + "a" * 120, "tcp://127.0.0.1:99999"])
+def test_wrong_endpoint_is_one_line(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        settings_of("m", flag, value)
+    assert end.value.code == 2
+    line = capsys.readouterr().err.strip()
+    assert len(line.splitlines()) == 1 and flag in line and value in line
+
+
+async def test_engine_of_a_tool_leaves_no_sockets_behind(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        model = write_tiny_model(tmp_path_factory.mktemp("model"))
+        flags = ("--load-format", "dummy", "--num-gpu-blocks", "4", "--threads", "1")
+        async with daemons.running_engine(str(model), *flags):
+            assert list(runtime_dir().iterdir())
+        assert not list(runtime_dir().iterdir())
