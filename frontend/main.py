@@ -87,9 +87,13 @@ def serve(settings: FrontendSettings, listener: socket.socket, worker: int = 0) 
         server_header=False,
     )
     server = uvicorn.Server(config)
-    # the server raises the signal that ended it once more when it is done: that was a clean end, not a death
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        """A signal outside the server's own handling: before it, while it loads, or its repetition at a clean end."""
+        server.should_exit = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _already_served)
+        signal.signal(number, stop)
     server.run(sockets=[listener])
 
 
@@ -137,10 +141,6 @@ def _terminate(workers: Sequence[BaseProcess]) -> None:
     for process in workers:
         if process.is_alive():
             process.terminate()
-
-
-def _already_served(number: int, frame: FrameType | None) -> None:
-    """The signal has done its work."""
 
 
 def _url(listener: socket.socket) -> str:

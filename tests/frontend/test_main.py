@@ -125,3 +125,22 @@ def test_the_frontend_never_imports_torch() -> None:
     code = "import sys, coldblock.frontend.main; sys.exit(' '.join(m for m in ('torch', 'numpy') if m in sys.modules))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.stderr.strip() == ""
+
+
+def test_a_signal_while_the_server_loads_is_not_lost(model_folder: Path) -> None:
+    early = "\n".join(
+        (
+            "import signal, sys, uvicorn",
+            "from coldblock.__main__ import main",
+            "run = uvicorn.Server.run",
+            "def interrupted(server, sockets=None):",
+            "    signal.raise_signal(signal.SIGTERM)",
+            "    run(server, sockets=sockets)",
+            "uvicorn.Server.run = interrupted",
+            "sys.exit(main())",
+        )
+    )
+    with fake_engine(model_folder) as engine:
+        arguments = ["frontend", "--port", "0", "--engine", engine.endpoint]
+        ended = subprocess.run([sys.executable, "-c", early, *arguments], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stderr) == (0, "")
