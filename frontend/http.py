@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
@@ -81,6 +82,8 @@ def create_app(
     for path, method, handler, body_type in handlers.routes():
         extra = _reference(body_type) if body_type is not None else None
         app.add_api_route(path, handler, methods=[method], openapi_extra=extra, response_model=None)
+        if method == "GET":  # probes ask with HEAD; the server leaves the body out
+            app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False, response_model=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ColdblockError, _on_engine_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -333,6 +336,8 @@ class Gate:
             await self._app(scope, self._limited(receive), send_with_id)
         except ApiError as error:
             await _error_response(error)(scope, receive, send_with_id)
+        except ClientDisconnect:
+            pass  # it left while it was sending its body; nobody is there to be told
         except Exception:
             log.exception("request %s failed", request_id)
             if status != CLIENT_LEFT_STATUS:  # the reply has begun; the server closes the connection
@@ -351,7 +356,8 @@ class Gate:
         """Raises a 401 or 413 `ApiError`."""
         if self._keys and path.startswith(("/v1/", "/tokenize", "/detokenize")):
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]
+            sent = key.strip().encode("latin-1")  # the bytes as they came
+            matches = [hmac.compare_digest(sent, known) for known in self._keys]
             if scheme.lower() != "bearer" or not any(matches):
                 raise ApiError(401, "send a valid key: Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get("content-length", "")

@@ -41,6 +41,14 @@ def test_models(server: Server) -> None:
         client(server).models.retrieve("other/one")
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/version"])
+def test_probes_may_ask_with_head(server: Server, path: str) -> None:
+    with server.http() as http:
+        reply = http.head(path)
+        assert (reply.status_code, reply.content) == (200, b"")
+        assert list(http.get("/openapi.json").json()["paths"][path]) == ["get"]
+
+
 def test_completion(server: Server) -> None:
     reply = client(server).completions.create(model="tiny", prompt="say")
     assert reply.id.startswith("cmpl-") and reply.object == "text_completion" and reply.model == "tiny"

@@ -71,6 +71,22 @@ def test_leaving_before_the_first_token_aborts(model_folder: Path) -> None:
         wait_until(lambda: submit.request_id in server.engine.aborted)
 
 
+def test_leaving_while_sending_the_body_is_no_fault_of_ours(slow: Server, caplog: pytest.LogCaptureFixture) -> None:
+    host, _, port = slow.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as leaver:
+        leaver.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        wait_until(lambda: open_requests(slow, COMPLETIONS) == 1)
+    wait_until(lambda: open_requests(slow, COMPLETIONS) == 0)
+    assert f'path="{COMPLETIONS}",status="499"' in slow.http().get("/metrics").text
+    assert not caplog.records
+
+
+def open_requests(server: Server, path: str) -> float:
+    begin = f'coldblock_http_open_requests{{path="{path}",'
+    lines = server.http().get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(begin))
+
+
 # ---------------------------------------------------------------- engines that die, freeze, come back
 
 
@@ -211,6 +227,14 @@ def test_one_choice_that_fails_ends_all(model_folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- the gate
+
+
+def test_a_key_may_hold_any_character(model_folder: Path) -> None:
+    with fake_engine(model_folder) as engine, serving(engine, api_key="schlüssel") as server, server.http() as http:
+        server.wait_for_health(200)
+        keys = {"schlüssel": 200, "schlussel": 401}
+        for key, status in keys.items():
+            assert http.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()}).status_code == status
 
 
 def test_keys(model_folder: Path) -> None:
