@@ -34,9 +34,6 @@ def check_prompt(
     """Raise Refusal for a prompt that is empty, has unknown token ids, or leaves no room for one answer token."""
     if not prompt:
         raise Refusal("prompt", "empty", "at least 1 token")
-    for token in (min(prompt), max(prompt)):
-        if not 0 <= token < vocab_size:
-            raise Refusal("prompt", f"token id {token}", f"token ids 0 to {vocab_size - 1}")
     pool_tokens = num_gpu_blocks * block_size
     if len(prompt) >= min(max_model_len, pool_tokens):
         needed = -(-(len(prompt) + 1) // block_size)
@@ -46,6 +43,10 @@ def check_prompt(
             f"at most {min(max_model_len, pool_tokens) - 1} tokens: max_model_len is {max_model_len}, "
             f"the KV pool has {num_gpu_blocks} blocks",
         )
+    # Only now: looking through the millions of ids that fit into one message would hold up a step.
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab_size:
+            raise Refusal("prompt", f"token id {token}", f"token ids 0 to {vocab_size - 1}")
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:

@@ -68,6 +68,7 @@ def test_tiny_and_usual_temperatures_are_taken(temperature: float) -> None:
         ([5, -1, 5], "token id -1"),
         ([200000], "token id 200000"),
         ([1] * 160, "160 tokens, which need 11 blocks of 16 with one more token"),
+        ([VOCAB] * 160, "160 tokens, which need 11 blocks of 16 with one more token"),
     ],
 )
 def test_a_prompt_that_can_never_run_is_refused_and_the_next_one_runs(prompt: list[int], value: str) -> None:
