@@ -2,8 +2,8 @@
 
 Owns: `PagedBatch`, which lives for one forward pass. Does not know: models, sampling, how chunks were chosen.
 
-Chunks of one token (decode) are attended together in groups of similar length, longer chunks one by one. All indices
-are computed once and serve every layer.
+Chunks of one token (decode) are attended together in groups of similar length, unless each is to be attended alone;
+longer chunks one by one. All indices are computed once and serve every layer.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ class _Group:
 
 
 class PagedBatch:
-    """`chunks` in the order in which their tokens lie in the batch: decode chunks first, longest context first."""
+    """`chunks` in the order in which their tokens lie in the batch: decode chunks first, longest context first.
 
-    def __init__(self, pool: KVPool, chunks: Sequence[Chunk]) -> None:
-        self._pool = pool
+    `alone`: no chunk shares its attention with another, whose length could decide how sums are split.
+    """
+
+    def __init__(self, pool: KVPool, chunks: Sequence[Chunk], *, alone: bool) -> None:
+        self._pool, self._alone = pool, alone
         self.chunks = sorted(chunks, key=lambda c: (len(c.token_ids) > 1, -len(c.block_table)))
         tokens: list[int] = []
         positions: list[int] = []
@@ -88,7 +91,7 @@ class PagedBatch:
         groups, first = [], 0
         pending: list[Chunk] = []
         for chunk in self.chunks:
-            if pending and (len(chunk.token_ids) > 1 or 2 * self._pages(chunk) <= self._pages(pending[0])):
+            if pending and not self._joins(chunk, pending[0]):
                 groups.append(self._decode_group(first, pending))
                 first += len(pending)
                 pending = []
@@ -100,6 +103,11 @@ class PagedBatch:
         if pending:
             groups.append(self._decode_group(first, pending))
         return groups
+
+    def _joins(self, chunk: Chunk, longest: Chunk) -> bool:
+        """Whether a chunk is attended in the group of decode chunks that `longest` leads."""
+        single = len(chunk.token_ids) == 1 and not self._alone
+        return single and 2 * self._pages(chunk) > self._pages(longest)
 
     def _pages(self, chunk: Chunk) -> int:
         """Pages that hold the chunk's context; the block table may be longer."""

@@ -2,8 +2,9 @@
 
 Owns: the loaded model, the pool, the transfers. Does not know: requests beyond one step, scheduling, sockets.
 
-A step is computed when it begins, so `complete_step` only polls the copies. With `deterministic` every token is a
-forward pass of its own: all shapes then follow from that token's context, and so does every bit of its result.
+A step is computed when it begins, so `complete_step` only polls the copies. With `deterministic`, a token's attention
+and logits are computed alone, in shapes that follow from its own context; through the linears it goes with others only
+where torch computes a row as if it were alone: 4-bit linears, few rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..errors import MemoryBudgetError
 from ..kv_layout import ComputeDtype, paged_kv_block_bytes, resolve_kv_cache_dtype
 from ..models.layers import Decoder
 from ..models.registry import ModelConfig, read_model_config
+from ..models.w4a16 import W4Linear
 from ..models.weights import Checkpoint, DummyCheckpoint, LoadOptions, load_decoder
 from .batch import PagedBatch
 from .config import ExecutorConfig
@@ -30,6 +32,8 @@ from .sampler import Sampler
 from .transfer import Transfers
 
 _MOST_POOL_BYTES = 4 << 30
+_INDEPENDENT_ROWS = 8  # few enough that torch's elementwise operators meet each row in the same kind of loop
+_INDEPENDENT_ELEMENTS = 32768  # and that they do not divide a matrix between threads
 
 
 class CpuExecutor:
@@ -54,6 +58,7 @@ class CpuExecutor:
                 self.capacity.num_gpu_blocks,
                 self.capacity.num_cpu_blocks,
             )
+        self._rows = _rows_a_pass(self._model) if config.deterministic else 0
         self._transfers = Transfers(self._pool)
         self._sampler = Sampler(self.model_config.tokenizer_vocab_size)
         self._result: StepResult | None = None
@@ -95,19 +100,23 @@ class CpuExecutor:
     def _forward(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
         """Run the chunks; the ones to be sampled, and their logits, one row each."""
         if self._config.deterministic:
-            passes = [self._pass([one]) for chunk in chunks for one in _single_tokens(chunk)]
+            tokens = [one for chunk in chunks for one in _single_tokens(chunk)]
+            passes = [self._pass(tokens[i : i + self._rows]) for i in range(0, len(tokens), self._rows)]
         else:
             passes = [self._pass(chunks)] if chunks else []
         logits = [rows for _, rows in passes if len(rows)]
         return [chunk for sampled, _ in passes for chunk in sampled], torch.cat(logits) if logits else torch.empty(0, 0)
 
     def _pass(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
-        batch = PagedBatch(self._pool, chunks)
+        alone = self._config.deterministic
+        batch = PagedBatch(self._pool, chunks, alone=alone)
         hidden = self._model.forward(batch.token_ids, batch.positions, batch.attend)
         ends = [(chunk, row) for chunk, row in zip(batch.chunks, batch.last_rows(), strict=True) if chunk.sample]
         if not ends:
             return [], hidden[:0]
-        return [chunk for chunk, _ in ends], self._model.logits(hidden[[row for _, row in ends]])
+        rows = hidden[[row for _, row in ends]]
+        logits = [self._model.logits(part) for part in rows.split(1 if alone else len(rows))]
+        return [chunk for chunk, _ in ends], torch.cat(logits)
 
     def _load(self, compute: ComputeDtype) -> Decoder:
         """The model, its linears in the width that this CPU multiplies fastest."""
@@ -148,6 +157,15 @@ def _compute_dtype(options: ExecutorConfig, model: ModelConfig) -> ComputeDtype:
     if options.compute_dtype != "auto":
         return options.compute_dtype
     return "bf16" if model.quantization is not None else model.dtype
+
+
+def _rows_a_pass(model: Decoder) -> int:
+    """Tokens that may share a deterministic pass: torch's int4 operator sums each row on its own, dense ones do not."""
+    if not all(isinstance(linear, W4Linear) for linear in model.linears()):
+        return 1
+    config = model.config
+    widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    return max(1, min(_INDEPENDENT_ROWS, _INDEPENDENT_ELEMENTS // widest))
 
 
 def _single_tokens(chunk: Chunk) -> Iterator[Chunk]:

@@ -169,8 +169,11 @@ class Decoder:
 
     def nbytes(self) -> int:
         """Bytes of all weights in memory."""
-        linears = [linear for x in self.layers for linear in (x.qkv, x.attention_out, x.gate_up, x.down)]
-        return sum(part.nbytes for part in (self.embedding, self.head, self.rotary, *linears))
+        return sum(part.nbytes for part in (self.embedding, self.head, self.rotary, *self.linears()))
+
+    def linears(self) -> list[Linear]:
+        """All linears of the layers, the head not among them."""
+        return [linear for x in self.layers for linear in (x.qkv, x.attention_out, x.gate_up, x.down)]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm, fp32 [T, N], of token_ids [T] at positions [T]."""

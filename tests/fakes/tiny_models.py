@@ -114,7 +114,7 @@ def chunk(
 @torch.inference_mode()
 def forward(decoder: Decoder, pool: KVPool, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
     """Run one batch; the logits of every token, fp32 [tokens, vocab], by request."""
-    batch = PagedBatch(pool, chunks)
+    batch = PagedBatch(pool, chunks, alone=False)
     logits = decoder.logits(decoder.forward(batch.token_ids, batch.positions, batch.attend))
     parts = logits.split([len(c.token_ids) for c in batch.chunks])
     return {c.request_id: part for c, part in zip(batch.chunks, parts, strict=True)}

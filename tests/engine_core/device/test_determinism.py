@@ -107,3 +107,26 @@ def test_every_kv_format(checkpoint: tuple[Path, str], kv_cache_dtype: str) -> N
     )
     alone = {name: Run(executor, [name], 0).finish(swaps=False)[name] for name in ("a", "b")}
     assert Run(executor, ["a", "b"], 1).finish(swaps=True) == alone
+
+
+def test_embedded_model_in_full_passes(embedded_model: Path, threads: int) -> None:
+    """Widths, thread splits and row counts of a real model: eight prompts at once, in one chunk or in pieces."""
+    executor = make_executor(embedded_model, deterministic=True, num_threads=threads, num_gpu_blocks=16)
+    prompts = {str(i): [1000 + 37 * i + 5 * k for k in range(6 + 3 * (i % 3))] for i in range(8)}
+    tables = {name: [2 * int(name), 2 * int(name) + 1] for name in prompts}
+
+    def first_tokens(names: list[str], pieces: int) -> dict[str, SampledToken]:
+        found: dict[str, SampledToken] = {}
+        for piece in range(pieces):
+            chunks = []
+            for name in names:
+                tokens = prompts[name]
+                start, end = len(tokens) * piece // pieces, len(tokens) * (piece + 1) // pieces
+                asked = ASKED if end == len(tokens) else None
+                chunks.append(chunk(name, tokens[start:end], start, tables[name], asked))
+            found.update(run_step(executor, chunks).tokens)
+        return found
+
+    alone = {name: first_tokens([name], len(prompts[name]))[name] for name in prompts}
+    assert first_tokens(list(prompts), 1) == alone
+    assert first_tokens(list(prompts), 3) == alone
