@@ -39,6 +39,7 @@ EXIT_INTERRUPTED = 130  # ended by Ctrl-C
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _ENV_PREFIX = "COLDBLOCK_"
+_FILE_SECTIONS = ("engine", "frontend")
 
 
 class UsageError(Exception):
@@ -115,6 +116,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: must hold sections, each a table of settings")
+    for name in content:
+        if name not in _FILE_SECTIONS:
+            raise UsageError(f"--config {path}: no section {name!r}; settings go under {' or '.join(_FILE_SECTIONS)}")
     return content
 
 

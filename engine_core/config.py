@@ -6,6 +6,7 @@ Owns: the flags of `coldblock engine` and what each allows. Does not know: torch
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -48,7 +49,10 @@ class EngineSettings(Settings):
         False, description="a request's tokens do not depend on what else runs, bit for bit; slower"
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads; all cores if absent, fewer are faster on a busy machine"
+        None,
+        ge=1,
+        le=os.cpu_count(),
+        description="CPU threads; all cores if absent, fewer are faster on a busy machine",
     )
     endpoint: str | None = Field(None, description="where requests arrive: ipc://PATH or tcp://HOST:PORT")
     events_endpoint: str | None = Field(None, description="where stats and swap events are published")

@@ -115,7 +115,7 @@ def find_checkpoint(model: str) -> Path:
             return folder.resolve()
     raise UsageError(
         f"MODEL: {model!r} is neither a folder with a config.json nor a fetched model in {models_dir()}; "
-        "`coldblock fetch-model` lists the names it knows"
+        "`coldblock fetch-model --help` lists the names it knows"
     )
 
 

@@ -40,7 +40,7 @@ class FrontendSettings(Settings):
         (), description="key that clients must send as a bearer token; several separated by commas; none: no check"
     )
     served_model_name: str | None = Field(
-        None, description="the model's name in the API; default: the engine's name for it"
+        None, min_length=1, description="the model's name in the API; default: the engine's name for it"
     )
     tokenizer: Path | None = Field(
         None, description="folder with tokenizer.json, when the engine's checkpoint folder cannot be read from here"
@@ -59,6 +59,13 @@ class FrontendSettings(Settings):
         except ColdblockError as error:
             raise ValueError(str(error)) from error
         return endpoints
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _has_tokenizer(cls, folder: Path | None) -> Path | None:
+        if folder is not None and not (folder / "tokenizer.json").is_file():
+            raise ValueError("it must be a folder with a tokenizer.json")
+        return folder
 
     _split_engine = field_validator("engine", mode="before")(_split)
     _split_api_key = field_validator("api_key", mode="before")(_split)

@@ -57,6 +57,7 @@ def test_unprefixed_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> N
         (["--kv-cache-dtype", "int3"], ["--kv-cache-dtype", "'int3'", "fp8_e5m2"]),
         (["--max-num-batched-tokens", "3"], ["--max-num-batched-tokens", "3", "64"]),
         (["--nonsense", "3"], ["--nonsense"]),
+        (["--threads", "100000"], ["--threads", "'100000'", "less than or equal to"]),
         (["--config", "/nowhere.yaml"], ["--config", "/nowhere.yaml"]),
     ],
 )
@@ -74,6 +75,8 @@ def test_a_wrong_value_is_one_line(argv: list[str], words: list[str], capsys: py
     [
         ("engine:\n  blok-size: 3\n", ["blok"]),
         ("engine: 3\n", ["engine", "table"]),
+        ("engin:\n  block-size: 8\n", ["--config", "'engin'", "engine or frontend"]),
+        ("block-size: 8\n", ["--config", "'block-size'", "engine or frontend"]),
         ("engine: [\n", ["coldblock.yaml"]),
         ("- 1\n", ["sections"]),
         ("engine:\n  block-size: many\n", ["--block-size", "many"]),
@@ -115,7 +118,7 @@ def test_the_program(argv: list[str], code: int, words: list[str]) -> None:
     assert all(word in result.stdout + result.stderr for word in words)
 
 
-@pytest.mark.parametrize("command", [["engine", "--status"], ["top", "--once"], ["chat"]])
+@pytest.mark.parametrize("command", [["engine", "--status"], ["top", "--once"], ["chat"], ["bench", "serve"]])
 def test_a_wrong_endpoint_is_one_line(command: list[str]) -> None:
     arguments = [sys.executable, "-m", "coldblock", *command, "--endpoint", "foo"]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..settings import EXIT_FAILED
+from ..settings import EXIT_FAILED, EXIT_USAGE
 from .children import STOP_GRACE_S, describe_exit, start, stop, until_ready
 
 RESTART_DELAY_S = 1.0
@@ -65,7 +65,8 @@ async def keep_running(spec: ChildSpec, *, restart_delay_s: float = RESTART_DELA
         finally:
             await stop(process, spec.grace_s)
         if description is None:
-            say(f"{spec.name} ended before it was ready ({describe_exit(code)})")
+            if code != EXIT_USAGE:  # then it has said in one line what is wrong
+                say(f"{spec.name} ended before it was ready ({describe_exit(code)})")
             return code if code > 0 else EXIT_FAILED
         lived = time.monotonic() - started
         if not may_restart and lived < HEALTHY_S:

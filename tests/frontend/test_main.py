@@ -58,7 +58,17 @@ def test_an_unknown_host_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--host no-such-host.invalid" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--port", "70000"], ["--engine", ","], ["--workers", "0"], ["--engine", "udp://x"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--port", "70000"],
+        ["--engine", ","],
+        ["--workers", "0"],
+        ["--engine", "udp://x"],
+        ["--tokenizer", "/nowhere"],
+        ["--served-model-name", ""],
+    ],
+)
 def test_a_wrong_setting_is_told_in_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(flags)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -89,6 +91,14 @@ def test_port_zero_takes_a_free_one() -> None:
     assert daemons.free_port("127.0.0.1", 0) > 0
     with pytest.raises(UsageError, match="--host"):
         daemons.free_port("no.such.host.invalid", 0)
+
+
+def test_what_the_engine_refuses_is_one_line_too(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    command = [sys.executable, "-m", "coldblock", "serve", str(model), "--port", "0", "--max-model-len", "999999"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1 and "--max-model-len: 999999 is not allowed" in ended.stderr
 
 
 def test_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

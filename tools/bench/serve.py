@@ -24,6 +24,7 @@ from ...protocol.messages import ModelInfo
 from ...settings import EXIT_OK, Settings, UsageError, load
 from ..children import run_until_signal
 from ..daemons import running_engine, running_frontend
+from ..endpoints import usable_endpoint
 from ..errors import report as show_error
 from ..fetch_model import resolve_model
 from . import report
@@ -56,6 +57,8 @@ class ServeSettings(Settings):
     http: bool = Field(False, description="measure what streaming over HTTP adds to a token's latency")
     out: Path | None = Field(None, description="folder for the results; docs/results or the current one if absent")
     seed: int = Field(0, ge=0, description="of the random prompts")
+
+    _usable_endpoint = field_validator("endpoint")(usable_endpoint)
 
     @field_validator("concurrency", mode="before")
     @classmethod
