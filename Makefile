@@ -21,14 +21,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else \
 		"Python 3.11 to 3.13 is needed, $(VENV) has %d.%d: remove $(VENV) and call make PYTHON=python3.12" % v)'
 	@echo "Installing Coldblock and what it needs into $(VENV) (torch is large: the first time takes minutes)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt torch
+	@echo "Installing the rest (quietly)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 run: $(STAMP) ## two chat answers, one small KV pool: see a swap happen
 	@$(BIN)/coldblock demo
 
 serve: $(STAMP) ## serve $(MODEL) on http://127.0.0.1:8000/v1
-	@$(BIN)/coldblock serve $(MODEL)
+	@$(BIN)/coldblock serve $(MODEL) || test $$? -eq 130 # Ctrl-C is how it ends
 
 test: $(STAMP) ## all tests that need no GPU
 	@$(BIN)/coldblock fetch-model smollm2-135m
