@@ -17,7 +17,7 @@ help: ## show this list
 install: $(STAMP) ## set up .venv with everything, once
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || (echo "Creating $(VENV) ($$($(PYTHON) --version))" && $(PYTHON) -m venv $(VENV))
+	@$(BIN)/pip --version >/dev/null 2>&1 || (echo "Creating $(VENV) ($$($(PYTHON) --version))" && $(PYTHON) -m venv --clear $(VENV))
 	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else \
 		"Python 3.11 to 3.13 is needed, $(VENV) has %d.%d: remove $(VENV) and call make PYTHON=python3.12" % v)'
 	@echo "Installing Coldblock and what it needs into $(VENV) (torch is large: the first time takes minutes)"

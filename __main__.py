@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"coldblock: no command {argv[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_USAGE
-    module = importlib.import_module(f".{COMMANDS[argv[0]][0]}", __package__)
     try:
+        module = importlib.import_module(f".{COMMANDS[argv[0]][0]}", __package__)
         return int(module.main(argv[1:]))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

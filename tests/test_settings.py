@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from coldblock.__main__ import main as program
 from coldblock.engine_core.config import EngineSettings
 from coldblock.settings import load, models_dir
 
@@ -147,3 +148,11 @@ def test_serve_does_not_offer_a_flag_that_it_refuses() -> None:
     arguments = [sys.executable, "-m", "coldblock", "serve", "--help"]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert "--engine" not in result.stdout and "--endpoint" in result.stdout
+
+
+def test_interrupt_while_a_command_is_imported_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coldblock.__main__.importlib.import_module", interrupted)
+    assert program(["top"]) == 130
