@@ -24,6 +24,7 @@ import uvicorn
 
 from ..protocol.client import AsyncClient
 from ..settings import EXIT_FAILED, EXIT_OK, load
+from .bounded_http import BoundedHttp
 from .config import FrontendSettings
 from .engines import Target
 from .http import create_app
@@ -78,7 +79,7 @@ def serve(settings: FrontendSettings, listener: socket.socket, worker: int = 0) 
 
     config = uvicorn.Config(
         create_app(settings, clients, worker=str(worker), on_ready=on_ready),
-        http="httptools",
+        http=BoundedHttp,
         loop="uvloop",
         ws="none",
         log_level="warning" if settings.log_level == "info" else settings.log_level,

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import uvicorn
+from coldblock.frontend.bounded_http import BoundedHttp
 from coldblock.frontend.config import FrontendSettings
 from coldblock.frontend.http import create_app
 from coldblock.frontend.main import bind
@@ -110,7 +111,7 @@ def serving(*engines: FakeEngine, client_options: dict[str, Any] | None = None, 
     listener = bind("127.0.0.1", 0)
     options = FrontendSettings(engine=tuple(engine.endpoint for engine in engines), **settings)
     clients = [AsyncClient(endpoint, **(client_options or {})) for endpoint in options.engine]
-    server = uvicorn.Server(uvicorn.Config(create_app(options, clients), log_level="warning", http="httptools"))
+    server = uvicorn.Server(uvicorn.Config(create_app(options, clients), log_level="warning", http=BoundedHttp))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:

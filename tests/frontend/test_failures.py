@@ -48,6 +48,7 @@ def test_leaving_a_stream_aborts_it_and_no_other(slow: Server, choices: int) -> 
             other.stream("POST", COMPLETIONS, json={**LONG, "stream": True, "n": choices}) as left,
         ):
             next(left.iter_lines())
+            slow.engine.wait_for(Submit, 1 + choices)
         leavers = {submit.request_id for submit in submits(slow.engine)[1:]}
         assert len(leavers) == choices
         wait_until(lambda: leavers <= slow.engine.aborted)
@@ -261,6 +262,18 @@ def test_bodies_over_the_limit(model_folder: Path) -> None:
         for reply in (declared, chunked):
             assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
             assert reply.headers["x-request-id"]
+
+
+def test_endless_headers_are_cut_off(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: ")
+        sent = 0
+        with pytest.raises(OSError):
+            while sent < 64 * 2**20:
+                connection.sendall(b"a" * 2**16)
+                sent += 2**16
+    assert server.http().get("/health", headers={"x-long": "a" * 2**15}).status_code == 200
 
 
 def test_a_declared_body_over_the_limit_is_not_read(server: Server) -> None:
