@@ -40,7 +40,8 @@ class StepMeter(Protocol):
 
     def arrived(self, request_id: str, now: float) -> None: ...
 
-    def stepped(self, updates: list[Update], seconds: float, now: float) -> None: ...
+    def stepped(self, updates: list[Update], seconds: float, executor_s: float, now: float) -> None:
+        """A step took `seconds`, `executor_s` of them in the executor."""
 
 
 class Engine:
@@ -78,16 +79,19 @@ class Engine:
     def step(self) -> bool:
         """Plan, run, apply, tell. False when there was nothing to run."""
         started = self.clock()
+        executor_s = 0.0
         plan = self.scheduler.plan()
         if plan is not None:
             self.executor.begin_step(plan)
-            self.scheduler.apply(self.executor.complete_step())
+            result = self.executor.complete_step()
+            self.scheduler.apply(result)
+            executor_s = result.seconds
         updates = self.scheduler.drain()
         if updates:
             self.port.updates(updates)
         if plan is not None or updates:
             now = self.clock()
-            self.meter.stepped(updates, now - started, now)
+            self.meter.stepped(updates, now - started, executor_s, now)
         return plan is not None
 
     def _obey(self, command: Command) -> None:

@@ -172,7 +172,7 @@ def memory_line(settings: EngineSettings, executor: CpuExecutor) -> str:
     sizes = executor.describe()
     pool = f"{sizes['kv_blocks']} blocks of {settings.block_size} tokens = {_mib(sizes['kv_bytes'])}"
     return (
-        f"{settings.model} on the CPU, {sizes['threads']} threads: weights {_mib(sizes['weights_bytes'])}, "
+        f"{settings.model} on the CPU, threads: {sizes['threads']}, weights {_mib(sizes['weights_bytes'])}, "
         f"KV {sizes['kv_format']} {pool}, "
         f"CPU tier up to {sizes['cpu_tier_blocks']} blocks = {_mib(sizes['cpu_tier_bytes'])}"
     )

@@ -81,16 +81,18 @@ class EngineStats:
         self.offload = Histogram("coldblock_cpu_offload_seconds", "One swap-out copy.", COPY_BUCKETS)
         self.reload = Histogram("coldblock_cpu_reload_seconds", "One swap-in copy.", COPY_BUCKETS)
         self.step = Histogram("coldblock_step_seconds", "One engine step.", COPY_BUCKETS)
+        self.bookkeeping = Histogram("coldblock_step_bookkeeping_seconds", "A step less its executor, waits included.", COPY_BUCKETS)
         latencies = (self.ttft, self.itl, self.e2e, self.queue, self.prefill, self.decode)
-        self.histograms = (*latencies, self.tpot, self.stall, self.offload, self.reload, self.step)
+        self.histograms = (*latencies, self.tpot, self.stall, self.offload, self.reload, self.step, self.bookkeeping)
 
     def arrived(self, request_id: str, now: float) -> None:
         """A request was taken."""
         self._live[request_id] = _Clocked(now)
 
-    def stepped(self, updates: list[Update], seconds: float, now: float) -> None:
-        """A step ended with these updates after `seconds`."""
+    def stepped(self, updates: list[Update], seconds: float, executor_s: float, now: float) -> None:
+        """A step ended with these updates after `seconds`, `executor_s` of them in the executor."""
         self.step.observe(seconds)
+        self.bookkeeping.observe(seconds - executor_s)
         self._step_s = seconds if not self._step_s else 0.9 * self._step_s + 0.1 * seconds
         for update in updates:
             match update:

@@ -9,6 +9,7 @@ this user can reach an ipc endpoint (0700 folder, 0600 socket); tcp off loopback
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -212,8 +213,9 @@ def _bind(sock: _S, endpoint: str) -> _S:
             os.chmod(endpoint.removeprefix("ipc://"), 0o600)
     except (zmq.ZMQError, OSError) as error:
         sock.close(linger=0)
+        what_to_do = "make its folder" if error.errno == errno.ENOENT else "stop what uses it"
         raise ColdblockError(
-            f"cannot bind {endpoint}: {error.strerror or error}; stop what uses it, or choose another endpoint"
+            f"cannot bind {endpoint}: {error.strerror or error}; {what_to_do}, or choose another endpoint"
         ) from error
     except ColdblockError:
         sock.close(linger=0)

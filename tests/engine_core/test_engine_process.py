@@ -168,7 +168,8 @@ def test_status_prints_the_documented_json(engine: EngineProcess) -> None:
     own = "requests_swapped_total requests_resumed_total kv_cpu_offload_blocks_total kv_cpu_offload_bytes_total"
     own += " kv_cpu_offload_failed_total kv_cpu_offload_rejected_total kv_cpu_reload_blocks_total cpu_offload_seconds"
     own += " cpu_reload_seconds swapped_requests cpu_offload_bytes cpu_offload_budget_bytes cpu_offload_enabled"
-    own += " max_swapped_requests"
+    own += " max_swapped_requests request_stall_seconds request_inter_token_seconds step_seconds"
+    own += " step_bookkeeping_seconds"
     assert {f"coldblock_{name}" for name in own.split()} <= names
     known = "num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total prompt_tokens_total"
     known += " generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total request_success_total"
