@@ -81,7 +81,9 @@ class EngineStats:
         self.offload = Histogram("coldblock_cpu_offload_seconds", "One swap-out copy.", COPY_BUCKETS)
         self.reload = Histogram("coldblock_cpu_reload_seconds", "One swap-in copy.", COPY_BUCKETS)
         self.step = Histogram("coldblock_step_seconds", "One engine step.", COPY_BUCKETS)
-        self.bookkeeping = Histogram("coldblock_step_bookkeeping_seconds", "A step less its executor, waits included.", COPY_BUCKETS)
+        self.bookkeeping = Histogram(
+            "coldblock_step_bookkeeping_seconds", "A step less its executor, waits included.", COPY_BUCKETS
+        )
         latencies = (self.ttft, self.itl, self.e2e, self.queue, self.prefill, self.decode)
         self.histograms = (*latencies, self.tpot, self.stall, self.offload, self.reload, self.step, self.bookkeeping)
 
