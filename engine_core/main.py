@@ -24,7 +24,7 @@ from .commands import Shutdown
 from .config import EngineSettings, StatusSettings
 from .control.scheduler import Scheduler, SchedulerConfig
 from .engine import Engine
-from .errors import EngineError
+from .errors import EngineError, MemoryBudgetError
 from .ipc import IpcPort
 from .models.registry import ModelConfig, read_model_config
 from .stats import EngineStats
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         settings = load(EngineSettings, argv, prog=PROG, summary=__doc__.split("\n")[0])
         setup_logging(settings.log_level)
         return serve(settings)
-    except UsageError as error:
+    except (UsageError, MemoryBudgetError) as error:  # both name the flag to change
         print(f"{PROG}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except (ColdblockError, EngineError) as error:

@@ -282,6 +282,8 @@ def test_a_second_engine_on_the_same_endpoint_is_refused(engine: EngineProcess, 
         (("--gpu-memory-utilization", "1.5"), ("--gpu-memory-utilization", "1.5")),
         (("--endpoint", "udp://x"), ("--endpoint", "udp://x")),
         (("--max-num-batched-tokens", "8"), ("--max-num-batched-tokens", "8")),
+        (("--num-gpu-blocks", "999999999"), ("--num-gpu-blocks", "999999999", "MiB")),
+        (("--max-cpu-offload-mb", "900000000"), ("--max-cpu-offload-mb", "900000000", "MiB")),
     ],
 )
 def test_a_wrong_value_ends_in_one_line(model: Path, flags: tuple[str, ...], named: tuple[str, ...]) -> None:
