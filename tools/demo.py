@@ -51,7 +51,7 @@ class DemoSettings(Settings):
     """Settings of `coldblock demo`."""
 
     num_gpu_blocks: int = Field(
-        POOL_BLOCKS, ge=1, description="KV blocks in the pool; with more, nothing needs to swap"
+        POOL_BLOCKS, ge=POOL_BLOCKS, description="KV blocks in the pool; with many more, nothing needs to swap"
     )
 
 

@@ -117,3 +117,10 @@ async def test_error_event_in_mid_stream_is_raised(address: tuple[str, int], mon
     with pytest.raises(ToolError, match="engine died"):
         async for _ in demo.HttpChat(*address).stream("q"):
             pass
+
+
+def test_a_pool_too_small_for_one_answer_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        demo.main(["--num-gpu-blocks", "1"])
+    assert end.value.code == 2
+    assert "--num-gpu-blocks" in capsys.readouterr().err
