@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from coldblock.engine_core.control.plan import BlockMove, Direction, SampledToken
 from coldblock.engine_core.control.sampling import Sampling
+from coldblock.engine_core.device.batch import PagedBatch
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
+from coldblock.engine_core.device.kv_pool import KVPool
+from coldblock.engine_core.kv_layout import FormatName, KVShape
 from tiny_models import chunk, make_executor, quantize, run_step, save_tiny
 
 ASKED = Sampling(temperature=0.0, logprobs=5)
@@ -130,3 +134,27 @@ def test_embedded_model_in_full_passes(embedded_model: Path, threads: int) -> No
     alone = {name: first_tokens([name], len(prompts[name]))[name] for name in prompts}
     assert first_tokens(list(prompts), 1) == alone
     assert first_tokens(list(prompts), 3) == alone
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16", "int8"])
+def test_attention_alone_does_not_depend_on_its_company(kv_format: FormatName) -> None:
+    """Contexts of many lengths, some of which torch would sum differently in a common, padded batch."""
+    generator = torch.Generator().manual_seed(0)
+    pool = KVPool(KVShape(1, 2, 64), 16, kv_format, 200, 0)
+    pool.gpu.zero_()
+    context_lengths = (5, 47, 130, 200, 333, 350, 512, 640)
+    free = iter(range(200))
+    chunks = [chunk(str(n), [0], n - 1, [next(free) for _ in range(-(-n // 16))], ASKED) for n in context_lengths]
+
+    def random(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, 64, generator=generator)
+
+    for length, one in zip(context_lengths, chunks, strict=True):
+        history = replace(one, token_ids=(0,) * length, start=0)
+        PagedBatch(pool, [history], alone=True).attend(0, random(length, 6), random(length, 4))
+    batch = PagedBatch(pool, chunks, alone=True)
+    q, kv = random(len(chunks), 6), random(len(chunks), 4)
+    together = batch.attend(0, q, kv)
+    for row, one in enumerate(batch.chunks):
+        single = PagedBatch(pool, [one], alone=True).attend(0, q[row : row + 1], kv[row : row + 1])
+        assert torch.equal(single[0], together[row])
