@@ -4,9 +4,9 @@ Owns: `FixedPointHead`. Does not know: names of tensors, files, models.
 
 The head is the largest matrix and is read once per step, so its bytes decide: int8 is a quarter of fp32. Weights and
 inputs are 16-bit fixed point, split as 256 * high + low. All logits are computed from the weights' high halves (8
-bits), the most likely `LIKELY` of each row then get the low halves' share. Measured on the embedded model against the
-fp32 head: mean KL divergence 9e-5 nats per token, the same most likely token in 199 of 199 places. Integer sums are
-exact, in whatever order and batch.
+bits), the most likely `LIKELY` of each row then get the low halves' share. Measured on the embedded model
+against the fp32 head over 512 tokens of English: mean KL divergence 2.5e-4 nats per token, the same most likely token
+everywhere. Integer sums are exact, in whatever order and batch.
 """
 
 from __future__ import annotations
