@@ -1,0 +1,44 @@
+"""Argument checks that all kernel wrappers share: every refusal names the argument, what it is and what is allowed.
+
+Owns: the wording. Does not know: kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import KernelArgumentError
+
+ACTIVATIONS = (torch.float16, torch.bfloat16)
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[tuple[str, int | None]],
+    alignment: int = 16,
+) -> None:
+    """`shape`: (name of the dimension, its size or None for any). Contiguous, on the GPU, aligned to `alignment` bytes."""
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    if tensor.dtype not in allowed:
+        raise KernelArgumentError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, allowed))}")
+    sizes_fit = tensor.ndim == len(shape) and all(
+        size is None or size == found for (_, size), found in zip(shape, tensor.shape, strict=True)
+    )
+    if not sizes_fit:
+        wanted = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in shape)
+        raise KernelArgumentError(f"{name} has shape {list(tensor.shape)}; wanted: [{wanted}]")
+    if not tensor.is_contiguous():
+        raise KernelArgumentError(f"{name} is not contiguous: strides {tensor.stride()} for shape {list(tensor.shape)}")
+    if tensor.data_ptr() % alignment:
+        raise KernelArgumentError(f"{name} begins at an address that is no multiple of {alignment} bytes")
+
+
+def check_number(name: str, value: int, allowed: Sequence[int]) -> None:
+    """Refuse a value that is not among `allowed`."""
+    if value not in allowed:
+        raise KernelArgumentError(f"{name} is {value}; allowed: {', '.join(map(str, allowed))}")

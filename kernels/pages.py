@@ -1,0 +1,48 @@
+"""How kernels see the KV pool: where a token's K or V lies in its block.
+
+Owns: `KVPages`, the address arithmetic of a page-major pool. Does not know: which block belongs to whom.
+
+Block b begins at byte b * block_bytes; inside it planes [layer][K, V][kv_head] of `plane_bytes` each. A plane is
+[block_size][head_dim] elements, and in int8 behind them [block_size] fp16 scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+PageFormat = Literal["fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"]
+FORMAT_NUMBERS: dict[PageFormat, int] = {"fp16": 0, "bf16": 1, "int8": 2, "fp8_e4m3": 3, "fp8_e5m2": 4}
+"""The macro KV_FORMAT of the kernels."""
+
+HEAD_DIMS = (64, 96, 128, 256)
+_ELEMENT_BYTES: dict[PageFormat, int] = {"fp16": 2, "bf16": 2, "int8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """One pool. `pool` uint8 [num_blocks, block_bytes] on the GPU; `block_size` a multiple of 16."""
+
+    pool: Tensor
+    format: PageFormat
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of K (or V) of one head in one block and layer."""
+        scales = 2 if self.format == "int8" else 0
+        return self.block_size * (self.head_dim * _ELEMENT_BYTES[self.format] + scales)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.num_layers * 2 * self.num_kv_heads * self.plane_bytes
+
+    def layer_offset(self, layer: int) -> int:
+        """Byte, within a block, of this layer's first K plane; its V planes follow num_kv_heads planes later."""
+        return layer * 2 * self.num_kv_heads * self.plane_bytes
