@@ -17,9 +17,11 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,24 @@ _LARGEST_STATIC_SHARED = 48 * 1024
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 Macros = Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One form of a kernel that its wrapper may ask `load` for, and the architectures it may ask on."""
+
+    source: str
+    macros: Macros
+    architectures: tuple[str, ...] = ARCHITECTURES
+
+
+def variants(
+    source: str, architectures: tuple[str, ...] = ARCHITECTURES, **choices: Iterable[str | int]
+) -> tuple[Variant, ...]:
+    """All combinations of the macros' values. A wrapper module lists those it asks for as its constant VARIANTS."""
+    names = sorted(choices)
+    combinations = itertools.product(*(choices[name] for name in names))
+    return tuple(Variant(source, dict(zip(names, values, strict=True)), architectures) for values in combinations)
 
 
 def compile_cubin(source: str, macros: Macros, architecture: str) -> bytes:
