@@ -106,8 +106,12 @@ def test_added_latency_pairs_tokens_of_one_step() -> None:
 
 
 def test_level_summary() -> None:
-    level = serve.summarize_level(2, [timeline(1.0, 2.0, 3.0), timeline(2.0, 3.0, 6.0)], 6.0)
+    load = [timeline(1.0, 2.0, 3.0), timeline(2.0, 3.0, 6.0)]
+    level = serve.summarize_level(load, 6.0, wave=[timeline(1.0, 2.0, 3.0), timeline(2.0, 3.0, 6.0)], prompt_tokens=8)
+    assert (level.concurrency, level.requests) == (2, 2)
     assert (level.tokens_per_s, level.ttft_p50, level.tpot_p50) == (1.0, 1.5, 1.5)
+    assert level.decode_tokens_per_s == pytest.approx(3 / 4.0)
+    assert level.prefill_tokens_per_s == pytest.approx(16 / 2.0)
     assert level.jitter == pytest.approx(level.gap_p95 - level.gap_p50)
 
 

@@ -75,11 +75,18 @@ class ServeSettings(Settings):
 
 @dataclass(frozen=True)
 class Level:
-    """One concurrency's results; seconds. `tokens_per_s` counts the new tokens of all requests."""
+    """One concurrency's results; seconds.
+
+    `tokens_per_s` counts the new tokens of all requests while `concurrency` of them are kept open. The decode and prefill
+    rates come from one more wave of requests, submitted at once: prompt tokens until the last request has its first
+    token, and from then on new tokens.
+    """
 
     concurrency: int
     requests: int
     tokens_per_s: float
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
     ttft_p50: float
     tpot_p50: float
     gap_p50: float
@@ -162,19 +169,25 @@ async def sweep(client: AsyncClient, model: ModelInfo, settings: ServeSettings) 
         _say(
             f"concurrency {concurrency}: {count} requests, {settings.prompt_tokens} + {settings.new_tokens} tokens ..."
         )
-        prompts = random_prompts(settings.seed + concurrency, count, settings.prompt_tokens, model)
-        timelines, seconds = await timed_load(client, prompts, greedy(settings.new_tokens), concurrency)
-        levels.append(summarize_level(concurrency, timelines, seconds))
+        prompts = random_prompts(settings.seed + concurrency, count + concurrency, settings.prompt_tokens, model)
+        sampling = greedy(settings.new_tokens)
+        timelines, seconds = await timed_load(client, prompts[:count], sampling, concurrency)
+        wave, _ = await timed_load(client, prompts[count:], sampling, concurrency)
+        levels.append(summarize_level(timelines, seconds, wave, settings.prompt_tokens))
     return levels
 
 
-def summarize_level(concurrency: int, timelines: Sequence[Timeline], seconds: float) -> Level:
-    """The numbers of one concurrency."""
+def summarize_level(
+    timelines: Sequence[Timeline], seconds: float, wave: Sequence[Timeline], prompt_tokens: int
+) -> Level:
+    """The numbers of one concurrency: of a steady load, and of one wave of as many requests as were kept open."""
     gaps = distribution([gap for timeline in timelines for gap in timeline.gaps])
     return Level(
-        concurrency=concurrency,
+        concurrency=len(wave),
         requests=len(timelines),
         tokens_per_s=sum(len(timeline.token_ids) for timeline in timelines) / seconds,
+        decode_tokens_per_s=decode_rate(wave),
+        prefill_tokens_per_s=prefill_rate(wave, prompt_tokens),
         ttft_p50=percentile([timeline.ttft for timeline in timelines], 50),
         tpot_p50=percentile([timeline.tpot for timeline in timelines], 50),
         gap_p50=gaps["p50"],
@@ -226,6 +239,12 @@ def decode_rate(timelines: Sequence[Timeline]) -> float:
     return len(arrivals) / (max(arrivals) - began) if arrivals else 0.0
 
 
+def prefill_rate(timelines: Sequence[Timeline], prompt_tokens: int) -> float:
+    """Prompt tokens per second of all requests, from the first submission until the last has its first token."""
+    began = min(timeline.submitted for timeline in timelines)
+    return len(timelines) * prompt_tokens / (max(timeline.arrivals[0] for timeline in timelines) - began)
+
+
 async def http_overhead(
     client: AsyncClient, endpoint: str, model: ModelInfo, settings: ServeSettings
 ) -> dict[str, float]:
@@ -255,12 +274,23 @@ def added_latency(direct: Sequence[float], over_http: Sequence[float]) -> list[f
 
 def render_levels(levels: Sequence[Level]) -> str:
     """The sweep's table; milliseconds."""
-    columns = ("concurrency", "requests", "tok/s", "TTFT p50 ms", "TPOT p50 ms", "p95-p50 ms")
+    columns = (
+        "concurrency",
+        "requests",
+        "tok/s",
+        "decode tok/s",
+        "prefill tok/s",
+        "TTFT p50 ms",
+        "TPOT p50 ms",
+        "p95-p50 ms",
+    )
     rows = [
         (
             level.concurrency,
             level.requests,
             level.tokens_per_s,
+            level.decode_tokens_per_s,
+            level.prefill_tokens_per_s,
             1e3 * level.ttft_p50,
             1e3 * level.tpot_p50,
             1e3 * level.jitter,
