@@ -234,7 +234,8 @@ def test_dispatcher_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("versus", [[], [serve.Versus("decode c=1", 2.0, 1.0)]])
 def test_throughput_is_drawn_with_and_without_a_comparison(tmp_path: Path, versus: list[serve.Versus]) -> None:
-    levels = [serve.summarize_level(1, [timeline(1.0, 1.5, 3.0)], 3.0)]
+    load = [timeline(1.0, 1.5, 3.0)]
+    levels = [serve.summarize_level(load, 3.0, load, 8)]
     path = report.plot(tmp_path, "serve", "title", [lambda axes: serve._plot_throughput(axes, levels, versus)])
     assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -77,9 +77,9 @@ class ServeSettings(Settings):
 class Level:
     """One concurrency's results; seconds.
 
-    `tokens_per_s` counts the new tokens of all requests while `concurrency` of them are kept open. The decode and prefill
-    rates come from one more wave of requests, submitted at once: prompt tokens until the last request has its first
-    token, and from then on new tokens.
+    `tokens_per_s` counts the new tokens of all requests while `concurrency` of them are kept open. The decode and
+    prefill rates come from one more wave of requests, submitted at once: prompt tokens until the last request has its
+    first token, and from then on new tokens.
     """
 
     concurrency: int
