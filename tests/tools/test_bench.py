@@ -245,3 +245,12 @@ def test_results_do_not_tell_where_the_model_lies(tmp_path: Path) -> None:
     written = json.loads(path.read_text())
     assert written["model"]["name"] == MODEL.name
     assert "path" not in written["model"]
+
+
+def test_the_machine_names_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert report.describe_machine()["gpus"] == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 3050 Laptop GPU, 4096 MiB, 580.1'\n")
+    tool.chmod(0o755)
+    assert report.describe_machine()["gpus"] == ["NVIDIA GeForce RTX 3050 Laptop GPU, 4096 MiB, 580.1"]

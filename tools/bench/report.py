@@ -24,7 +24,7 @@ from ..errors import ToolError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PACKAGES = ("coldblock", "torch", "transformers", "numpy", "pyzmq", "msgspec")
+PACKAGES = ("coldblock", "torch", "cupy-cuda12x", "cupy-cuda13x", "transformers", "numpy", "pyzmq", "msgspec")
 _ROOT = Path(__file__).resolve().parents[2]
 _PANEL_INCHES = (5.0, 3.6)
 
@@ -50,6 +50,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu_features": _cpu_features(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
+        "gpus": _gpus(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
@@ -93,9 +94,8 @@ def plot(folder: Path, name: str, title: str, panels: Sequence[Panel]) -> Path:
     for panel, place in zip(panels, axes[0], strict=True):
         panel(place)
     machine = describe_machine()
-    small = (
-        f"{machine['cpu']}, {machine['cores']} cores · {machine['date']} · revision {machine['revision'] or 'unknown'}"
-    )
+    hardware = "; ".join([*machine["gpus"], f"{machine['cpu']}, {machine['cores']} cores"])
+    small = f"{hardware} · {machine['date']} · revision {machine['revision'] or 'unknown'}"
     figure.suptitle(title)
     figure.text(0.5, 0.01, small, ha="center", fontsize=7, color="gray")
     figure.tight_layout(rect=(0, 0.03, 1, 1))
@@ -136,6 +136,16 @@ def _cpu_features() -> list[str]:
 def _memory_gib() -> float | None:
     kilobytes = _first_value(Path("/proc/meminfo"), "MemTotal").removesuffix(" kB")
     return round(int(kilobytes) / 2**20, 1) if kilobytes.isdigit() else None
+
+
+def _gpus() -> list[str]:
+    """Name, memory and driver of each NVIDIA GPU, as the driver's own tool tells them; none without that tool."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.splitlines() if line.strip()]
 
 
 def _version(package: str) -> str | None:
