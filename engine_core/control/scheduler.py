@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -322,10 +323,10 @@ class Scheduler:
             if count == 0 or blocks > len(request.block_table):
                 continue
             budget -= count
-            tokens = tuple(request.tokens[start : start + count])
+            tokens = array("i", request.tokens[start : start + count])
             sample = _sample_spec(request) if start + count == len(request.tokens) else None
             stepping.append(
-                (request, Chunk(request.request_id, tokens, start, tuple(request.block_table[:blocks]), sample))
+                (request, Chunk(request.request_id, tokens, start, array("i", request.block_table[:blocks]), sample))
             )
         return stepping
 

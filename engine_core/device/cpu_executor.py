@@ -39,6 +39,8 @@ _INDEPENDENT_ELEMENTS = 32768  # and that they do not divide a matrix between th
 class CpuExecutor:
     """See `executor.Executor`. Raises CheckpointError, MemoryBudgetError and ValueError (KV dtype) at construction."""
 
+    steps_ahead = 0
+
     def __init__(self, config: ExecutorConfig) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -171,8 +173,9 @@ def _rows_a_pass(model: Decoder) -> int:
 def _single_tokens(chunk: Chunk) -> Iterator[Chunk]:
     """The chunk token by token; only its last one is sampled."""
     last = len(chunk.token_ids) - 1
-    for i, token in enumerate(chunk.token_ids):
-        yield replace(chunk, token_ids=(token,), start=chunk.start + i, sample=chunk.sample if i == last else None)
+    for i in range(len(chunk.token_ids)):
+        token, sample = chunk.token_ids[i : i + 1], chunk.sample if i == last else None
+        yield chunk._replace(token_ids=token, start=chunk.start + i, sample=sample)
 
 
 def _multiplies_bf16() -> bool:

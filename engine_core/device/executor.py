@@ -21,13 +21,18 @@ class Capacity:
 
 
 class Executor(Protocol):
-    """Runs one step at a time. `begin_step` starts the plan's copies and compute; `complete_step` awaits the compute.
+    """Runs steps in the order in which they begin. `begin_step` starts a plan's copies and compute; `complete_step`
+    awaits the compute of the oldest step that was begun and not completed.
 
-    Copies may outlive their step: each is reported once, as a `MoveDone` in the result of the step in which it was
-    found complete. A plan without chunks is legal and only moves or polls.
+    `steps_ahead`, 0 or 1: how many further steps may be begun before the oldest is completed. With 1, a plan may ask
+    for tokens of the step before (`Chunk.from_previous`); its copies and its compute come after that step's work.
+
+    Copies may outlive their step: each is reported once, as a `MoveDone` in the result of the step at whose completion
+    it was found complete, which may be the step before its own. A plan without chunks is legal and only moves or polls.
     """
 
     capacity: Capacity
+    steps_ahead: int
 
     def begin_step(self, plan: StepPlan) -> None: ...
 

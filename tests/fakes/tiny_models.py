@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def chunk(
     sample = None
     if sampling is not None:
         sample = SampleSpec(sampling, **{"seed": 0, "output_index": 0, "prompt_length": len(tokens), **spec})
-    return Chunk(request_id, tuple(tokens), start, tuple(table), sample)
+    return Chunk(request_id, array("i", tokens), start, array("i", table), sample)
 
 
 @torch.inference_mode()

@@ -6,8 +6,8 @@ Log-probabilities are compared: each depends on every logit of its row.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,7 +150,7 @@ def test_attention_alone_does_not_depend_on_its_company(kv_format: FormatName) -
         return torch.randn(rows, heads, 64, generator=generator)
 
     for length, one in zip(context_lengths, chunks, strict=True):
-        history = replace(one, token_ids=(0,) * length, start=0)
+        history = one._replace(token_ids=array("i", [0] * length), start=0)
         PagedBatch(pool, [history], alone=True).attend(0, random(length, 6), random(length, 4))
     batch = PagedBatch(pool, chunks, alone=True)
     q, kv = random(len(chunks), 6), random(len(chunks), 4)
