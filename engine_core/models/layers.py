@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -67,11 +67,23 @@ class PlainEmbedding:
         return self._weight[ids].float()
 
 
-class Int8Embedding:
-    """Rows of an int8 matrix [V, N] with one scale per group along N [V, N/g]."""
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """An int8 matrix `qweight` [R, N] with one factor per group along N, `scales` [R, N/g]."""
 
-    def __init__(self, qweight: Tensor, scales: Tensor) -> None:
-        self._qweight, self._scales = qweight, scales
+    qweight: Tensor
+    scales: Tensor
+
+    def dequantize(self) -> Tensor:
+        """The weights, fp32 [R, N]."""
+        return dequantize_groups(self.qweight, self.scales)
+
+
+class Int8Embedding:
+    """Rows of an int8 matrix [V, N]."""
+
+    def __init__(self, table: Int8Weight) -> None:
+        self._qweight, self._scales = table.qweight, table.scales
 
     @property
     def nbytes(self) -> int:
@@ -143,25 +155,31 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return scale(1.0)
 
 
+LinearT = TypeVar("LinearT")
+
+
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer. The norm weights are multiplied by sqrt(N), as `reference.rms_norm` wants them."""
+class DecoderLayer(Generic[LinearT]):
+    """One layer, its linears of one device's kind."""
 
     input_norm: Tensor
-    qkv: Linear
-    attention_out: Linear
+    qkv: LinearT
+    attention_out: LinearT
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearT
+    down: LinearT
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A loaded model. `floor` is sqrt(N * eps) as a scalar tensor, `rotary` complex64 [positions, D/2]."""
+    """A loaded model. `floor` is sqrt(N * eps) as a scalar tensor, `rotary` complex64 [positions, D/2].
+
+    The norm weights are multiplied by sqrt(N), as `reference.rms_norm` wants them.
+    """
 
     config: ModelConfig
     embedding: PlainEmbedding | Int8Embedding
-    layers: Sequence[DecoderLayer]
+    layers: Sequence[DecoderLayer[Linear]]
     final_norm: Tensor
     head: Linear
     floor: Tensor

@@ -1,7 +1,7 @@
-"""From a checkpoint's tensors to a `Decoder`.
+"""From a checkpoint's tensors to the parts of a decoder, whatever the device.
 
-Owns: reading safetensors (one file, or shards with an index), the dummy checkpoint, the assembly of fused layers.
-Does not know: KV pages, devices other than the CPU.
+Owns: reading safetensors (one file, or shards with an index), the dummy checkpoint, which tensors make which part.
+Does not know: KV pages, or how a device computes with a part: that is its `Builder`'s.
 """
 
 from __future__ import annotations
@@ -13,47 +13,29 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .head import FixedPointHead, has_int8_products
-from .layers import (
-    Decoder,
-    DecoderLayer,
-    DenseLinear,
-    Int8Embedding,
-    Linear,
-    PlainEmbedding,
-    dequantize_groups,
-    pair_order,
-    rotary_table,
-)
+from .cpu_builder import CpuBuilder, LoadOptions
+from .layers import Decoder, DecoderLayer, Int8Weight, pair_order, rotary_table
 from .registry import ModelConfig
-from .w4a16 import W4Linear, W4Weight, fits_operator, stack_rows
+from .w4a16 import W4Weight, stack_rows
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How a model is held in memory.
-
-    `linear_dtype`: what dense linears compute in. `four_bit` False dequantizes four-bit linears at load; else they stay
-    packed, with dense copies for many rows when `dense_copies`. `positions`: length of the rotary table.
-    """
-
-    linear_dtype: torch.dtype
-    four_bit: bool
-    dense_copies: bool
-    positions: int
+LinearT = TypeVar("LinearT")
+EmbeddingT = TypeVar("EmbeddingT")
 
 
 class TensorSource(Protocol):
     """Where tensors come from, by name."""
+
+    device: str
+    """Where they arrive."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -65,8 +47,8 @@ class TensorSource(Protocol):
 class Checkpoint:
     """The safetensors files of a folder. Remembers what was asked for, so that unused tensors can be reported."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        self._path, self.device = path, device
         self._used: set[str] = set()
         self._files: dict[str, Path] = {}
         files = self._indexed_files() or sorted(path.glob("*.safetensors"))
@@ -86,10 +68,9 @@ class Checkpoint:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(index, f"is not an index of safetensors shards: {error!r}") from error
 
-    @staticmethod
-    def _open_file(file: Path) -> Any:
+    def _open_file(self, file: Path) -> Any:
         try:
-            return safe_open(file, framework="pt")
+            return safe_open(file, framework="pt", device=self.device)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(file, f"cannot be read: {error}") from error
 
@@ -117,10 +98,10 @@ class Checkpoint:
 
 
 class DummyCheckpoint:
-    """Seeded random tensors of the shape that config.json gives; each depends on the seed and its own name alone."""
+    """Seeded random tensors of the shapes that config.json gives; each depends on seed, device and its name alone."""
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
-        self._config, self._seed = config, seed
+    def __init__(self, config: ModelConfig, seed: int, device: str = "cpu") -> None:
+        self._config, self._seed, self.device = config, seed, device
 
     def __contains__(self, name: str) -> bool:
         quantization = self._config.quantization
@@ -131,88 +112,146 @@ class DummyCheckpoint:
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """See TensorSource."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        with torch.device(self.device):
+            return self._make(name, tuple(shape))
+
+    def _make(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         embedding = name.startswith(self._config.architecture.embedding)
         hidden = self._config.hidden_size
         if name.endswith(".qweight"):
             low, high, dtype = (-127, 128, torch.int8) if embedding else (0, 256, torch.uint8)
-            return torch.randint(low, high, tuple(shape), generator=generator, dtype=dtype)
+            return torch.randint(low, high, shape, generator=generator, dtype=dtype)
         if name.endswith(".scales"):
             spread = 73.0 * 8 if embedding else 4.6 * math.sqrt(hidden)  # standard deviation of the codes
-            return torch.full(tuple(shape), 1.0 / spread, dtype=torch.float16)
+            return torch.full(shape, 1.0 / spread, dtype=torch.float16)
         if name.endswith(".mins"):
-            return torch.full(tuple(shape), -7.5 / (4.6 * math.sqrt(hidden)), dtype=torch.float16)
+            return torch.full(shape, -7.5 / (4.6 * math.sqrt(hidden)), dtype=torch.float16)
         if len(shape) == 1:
-            return torch.zeros(tuple(shape)) if name.endswith(".bias") else torch.ones(tuple(shape))
-        return torch.randn(tuple(shape), generator=generator) / math.sqrt(shape[1])
+            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        return torch.randn(shape, generator=generator).div_(math.sqrt(shape[1]))
+
+
+class Builder(Protocol[LinearT, EmbeddingT]):
+    """Turns tensors, as they were read, into the parts of one device's decoder."""
+
+    turns: int | None
+    """How many rows of gate, then of up, take turns in the fused matrix; None: all of gate, then all of up."""
+
+    def norm(self, weight: Tensor) -> Tensor:
+        """A norm's weight [N]."""
+        ...
+
+    def linear(self, weight: Tensor | W4Weight, bias: Tensor | None) -> LinearT:
+        """A matrix [N, K] and its bias fp32 [N]."""
+        ...
+
+    def embedding(self, table: Tensor | Int8Weight) -> EmbeddingT:
+        """The token embedding [V, N]."""
+        ...
+
+    def head(self, matrix: Tensor | Int8Weight | W4Weight, norm: Tensor, tied: EmbeddingT | None) -> LinearT:
+        """The output head [V, N]; `norm` is the weight in front of it; `tied`: the embedding made of this matrix."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts(Generic[LinearT, EmbeddingT]):
+    """All parts of one decoder, as its builder made them."""
+
+    embedding: EmbeddingT
+    layers: list[DecoderLayer[LinearT]]
+    final_norm: Tensor
+    head: LinearT
 
 
 def load_decoder(config: ModelConfig, source: TensorSource, options: LoadOptions) -> Decoder:
-    """Read all tensors and assemble the model. Raises CheckpointError that names the tensor and the file."""
-    loader = _Loader(config, source, options)
-    decoder = Decoder(
+    """The CPU's decoder. Raises CheckpointError that names the tensor and the file."""
+    parts = load_parts(config, source, CpuBuilder(options))
+    return Decoder(
         config=config,
-        embedding=loader.embedding(),
-        layers=[loader.layer(i) for i in range(config.num_layers)],
-        final_norm=loader.norm(config.architecture.final_norm),
-        head=loader.head(),
+        embedding=parts.embedding,
+        layers=parts.layers,
+        final_norm=parts.final_norm,
+        head=parts.head,
         floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps)),
         rotary=rotary_table(config, options.positions),
     )
+
+
+def load_parts(
+    config: ModelConfig, source: TensorSource, builder: Builder[LinearT, EmbeddingT]
+) -> DecoderParts[LinearT, EmbeddingT]:
+    """Read all tensors and build the model's parts, one after another, so that nothing is held twice for long.
+
+    Raises CheckpointError that names the tensor and the file.
+    """
+    loader = _Loader(config, source, builder)
+    embedding, head = loader.ends()
+    layers = [loader.layer(i) for i in range(config.num_layers)]
+    parts = DecoderParts(embedding, layers, loader.norm(config.architecture.final_norm), head)
     if isinstance(source, Checkpoint) and (unused := source.unused()):
         logger.info("%s: %d tensors are not used: %s", config.path, len(unused), ", ".join(unused[:8]))
-    return decoder
+    return parts
 
 
-class _Loader:
+class _Loader(Generic[LinearT, EmbeddingT]):
     """Loads parts of one model; holds what all parts need."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, options: LoadOptions) -> None:
-        self._config, self._source, self._options = config, source, options
-        self._dtype = options.linear_dtype
+    def __init__(self, config: ModelConfig, source: TensorSource, builder: Builder[LinearT, EmbeddingT]) -> None:
+        self._config, self._source, self._builder = config, source, builder
 
-    def layer(self, number: int) -> DecoderLayer:
+    def layer(self, number: int) -> DecoderLayer[LinearT]:
         """All of one layer, linears over the same input fused."""
         config, names = self._config, self._config.architecture
         prefix = names.layer.format(layer=number)
         hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = [prefix + name for name in names.qkv]
-        pairs = [_repeat_order(pair_order(dim), heads), _repeat_order(pair_order(dim), kv_heads), None]
         return DecoderLayer(
             input_norm=self.norm(prefix + names.input_norm),
-            qkv=self.linear(qkv, [heads * dim, kv_heads * dim, kv_heads * dim], hidden, pairs, names.qkv_bias),
+            qkv=self.linear(qkv, [heads * dim, kv_heads * dim, kv_heads * dim], hidden, self._pairs(), names.qkv_bias),
             attention_out=self.linear([prefix + names.attention_out], [hidden], heads * dim),
             mlp_norm=self.norm(prefix + names.mlp_norm),
-            gate_up=self.linear([prefix + name for name in names.gate_up], [ffn, ffn], hidden),
+            gate_up=self.linear([prefix + name for name in names.gate_up], [ffn, ffn], hidden, self._turns()),
             down=self.linear([prefix + names.down], [hidden], ffn),
         )
 
+    def _pairs(self) -> Tensor:
+        """Row order of the stacked q, k and v that brings rotary pairs together in q and k."""
+        config, dim = self._config, self._config.head_dim
+        heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None]
+        rotated = (heads * dim + pair_order(dim)).view(-1)
+        return torch.cat((rotated, torch.arange(len(rotated), len(rotated) + config.num_kv_heads * dim)))
+
+    def _turns(self) -> Tensor | None:
+        """Row order of the stacked gate and up that the builder asks for."""
+        turns = self._builder.turns
+        if turns is None:
+            return None
+        return torch.arange(2 * self._config.intermediate_size).view(2, -1, turns).transpose(0, 1).reshape(-1)
+
     def norm(self, name: str) -> Tensor:
-        """Norm weight times sqrt(N), fp32."""
-        size = self._config.hidden_size
-        return self._source.tensor(f"{name}.weight", [size]).float() * math.sqrt(size)
+        """A norm's weight, as the builder keeps it."""
+        return self._builder.norm(self._norm_weight(name))
+
+    def _norm_weight(self, name: str) -> Tensor:
+        return self._source.tensor(f"{name}.weight", [self._config.hidden_size]).float()
 
     def linear(
         self,
         names: Sequence[str],
         rows: Sequence[int],
         columns: int,
-        orders: Sequence[Tensor | None] | None = None,
+        order: Tensor | None = None,
         needs_bias: bool = False,
-    ) -> Linear:
-        """The named matrices stacked; `orders` reorders each one's rows. Biases are taken where they exist."""
-        orders = orders or [None] * len(names)
-        weights = [self._weight(name, n, columns) for name, n in zip(names, rows, strict=True)]
-        weights = [_reorder(weight, order) for weight, order in zip(weights, orders, strict=True)]
-        bias = self._stacked_bias(names, rows, orders, needs_bias)
-        packed = [weight for weight in weights if isinstance(weight, W4Weight)]
-        if self._options.four_bit and len(packed) == len(weights):
-            stacked = stack_rows(packed)
-            if fits_operator(stacked):
-                return W4Linear(stacked, bias, self._dtype if self._options.dense_copies else None)
-        dense = [weight.dequantize() if isinstance(weight, W4Weight) else weight.to(self._dtype) for weight in weights]
-        return DenseLinear(torch.cat(dense), bias, self._dtype)
+    ) -> LinearT:
+        """The named matrices stacked, their rows then reordered. Biases are taken where they exist."""
+        weight = _stack([self._weight(name, n, columns) for name, n in zip(names, rows, strict=True)])
+        bias = self._stacked_bias(names, rows, needs_bias)
+        if order is not None:
+            weight, bias = _reorder(weight, order), None if bias is None else bias[order.to(bias.device)]
+        return self._builder.linear(weight, bias)
 
     def _weight(self, name: str, rows: int, columns: int) -> Tensor | W4Weight:
         if f"{name}.qweight" not in self._source:
@@ -231,48 +270,49 @@ class _Loader:
             raise CheckpointError(file, "there are quantized tensors but no quantization_config")
         return columns if quantization.group_size < 1 else quantization.group_size
 
-    def _stacked_bias(
-        self, names: Sequence[str], rows: Sequence[int], orders: Sequence[Tensor | None], needed: bool
-    ) -> Tensor | None:
+    def _stacked_bias(self, names: Sequence[str], rows: Sequence[int], needed: bool) -> Tensor | None:
         present = [needed or f"{name}.bias" in self._source for name in names]
         if not any(present):
             return None
         parts = [
-            self._source.tensor(f"{name}.bias", [n]).float() if there else torch.zeros(n)
+            self._source.tensor(f"{name}.bias", [n]).float() if there else torch.zeros(n, device=self._source.device)
             for name, n, there in zip(names, rows, present, strict=True)
         ]
-        return torch.cat([part if order is None else part[order] for part, order in zip(parts, orders, strict=True)])
+        return torch.cat(parts)
 
-    def embedding(self) -> PlainEmbedding | Int8Embedding:
-        """The token embedding, grouped int8 or plain."""
-        name, shape = self._config.architecture.embedding, [self._config.vocab_size, self._config.hidden_size]
-        if f"{name}.qweight" in self._source:
-            return Int8Embedding(*self._int8(name, shape))
-        return PlainEmbedding(self._source.tensor(f"{name}.weight", shape))
+    def ends(self) -> tuple[EmbeddingT, LinearT]:
+        """Embedding and head: of one matrix when tied, whether the checkpoint has a head or not."""
+        config, builder, names = self._config, self._builder, self._config.architecture
+        table = self._table(names.embedding)
+        norm = self._norm_weight(names.final_norm)
+        if isinstance(table, W4Weight):
+            table = table.dequantize()
+        embedding = builder.embedding(table)
+        if config.tie_word_embeddings:
+            return embedding, builder.head(table, norm, embedding)
+        del table
+        return embedding, builder.head(self._table(names.head), norm, None)
 
-    def _int8(self, name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-        groups = shape[1] // self._group_size(shape[1])
-        return self._source.tensor(f"{name}.qweight", shape), self._source.tensor(f"{name}.scales", [shape[0], groups])
-
-    def head(self) -> Linear:
-        """The output head: its own tensors, or the embedding's when tied, whether a head is there or not."""
-        config = self._config
-        names, shape = config.architecture, [config.vocab_size, config.hidden_size]
-        name = names.embedding if config.tie_word_embeddings else names.head
-        if f"{name}.qweight" in self._source and f"{name}.mins" not in self._source:
-            weight = dequantize_groups(*self._int8(name, shape))
-            if self._options.four_bit and has_int8_products():
-                return FixedPointHead(weight, self.norm(names.final_norm))
-            return DenseLinear(weight, None, self._dtype)
-        return self.linear([name], [shape[0]], shape[1])
-
-
-def _repeat_order(order: Tensor, heads: int) -> Tensor:
-    """The order within one head, for all rows of `heads` heads."""
-    return (torch.arange(heads)[:, None] * len(order) + order).view(-1)
+    def _table(self, name: str) -> Tensor | Int8Weight | W4Weight:
+        """A matrix with a row a token: plain, int8 in groups, or in four bits."""
+        rows, columns = self._config.vocab_size, self._config.hidden_size
+        if f"{name}.qweight" not in self._source or f"{name}.mins" in self._source:
+            return self._weight(name, rows, columns)
+        groups = [rows, columns // self._group_size(columns)]
+        return Int8Weight(
+            self._source.tensor(f"{name}.qweight", [rows, columns]), self._source.tensor(f"{name}.scales", groups)
+        )
 
 
-def _reorder(weight: Tensor | W4Weight, order: Tensor | None) -> Tensor | W4Weight:
-    if order is None:
-        return weight
-    return weight.rows(order) if isinstance(weight, W4Weight) else weight[order]
+def _stack(weights: Sequence[Tensor | W4Weight]) -> Tensor | W4Weight:
+    """Matrices over the same input, one below the other; four-bit ones stay so unless one is plain."""
+    packed = [weight for weight in weights if isinstance(weight, W4Weight)]
+    if len(packed) == len(weights):
+        return stack_rows(packed)
+    return torch.cat([weight.dequantize() if isinstance(weight, W4Weight) else weight for weight in weights])
+
+
+def _reorder(weight: Tensor | W4Weight, order: Tensor) -> Tensor | W4Weight:
+    if isinstance(weight, W4Weight):
+        return weight.rows(order.to(weight.qweight.device))
+    return weight[order.to(weight.device)]
