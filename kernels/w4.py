@@ -1,0 +1,122 @@
+"""Linear layers over four-bit weights: the packed layout, and products with up to about 64 rows of activations.
+
+Owns: `W4Matrix` and `pack_w4` (the layout that all W4 kernels read), and their reference in plain torch.
+Does not know: checkpoints, layers, which kernel a model takes for which number of rows.
+
+An [N, K] matrix is cut into units of 16 rows x 64 k. `codes` holds a unit as 32 lanes x 4 words; word j of lane 4g + t
+is that lane's A fragment of the tensor-core instruction m16n8k16 for k0 = 64 * unit + 16 * j:
+
+    nibbles 0, 4: row g,     k0 + 2t,     k0 + 2t + 1        nibbles 2, 6: row g,     k0 + 2t + 8, k0 + 2t + 9
+    nibbles 1, 5: row g + 8, k0 + 2t,     k0 + 2t + 1        nibbles 3, 7: row g + 8, k0 + 2t + 8, k0 + 2t + 9
+
+`scales` holds (s, z) in fp16 for each row and group, rows g and g + 8 beside each other: weight = (q - 8) * s + z. N
+and K are padded to multiples of 64 by code 8 with s = z = 0, which is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import KernelArgumentError
+
+UNIT_ROWS, UNIT_K = 16, 64
+PADDING = 64
+SMALLEST_GROUP = 32
+_PACKED_AT_ONCE = 16 << 20  # bytes of codes: bounds the temporaries of packing
+
+
+@dataclass(frozen=True, slots=True)
+class W4Matrix:
+    """A packed [n, k] matrix.
+
+    `codes` int32 [N/16, K/64, 32, 4], `scales` fp16 [N/16, groups, 8, 2, 2] (row g; row g or g + 8; s or z), with N and
+    K the padded sizes and groups = ceil(K / group_size). `group_size` is a power of two from 32 on, or k.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    n: int
+    k: int
+    group_size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the matrix takes on its device."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+def pack_w4(qweight: Tensor, scales: Tensor, mins: Tensor, device: torch.device | str) -> W4Matrix:
+    """Pack `qweight` uint8 [N, K/2] (even k in the low nibble), `scales` and `mins` [N, K/g]; weight = q * scale + min.
+
+    Computes where the arguments are. K must be a multiple of 8, g a power of two from 32 on, or K. The zero
+    z = min + 8 * scale is computed in fp32 and stored in fp16. Raises KernelArgumentError.
+    """
+    n, k = qweight.shape[0], 2 * qweight.shape[1]
+    group_size = _checked_group_size(qweight, scales, mins)
+    s, z = scales.float(), torch.add(mins.float(), scales.float(), alpha=8)
+    pairs = torch.stack((s, z), dim=-1).half()
+    if not pairs.isfinite().all():
+        raise KernelArgumentError("scales or mins do not fit into fp16: a scale or min + 8 * scale is not finite there")
+    rows, columns = _padded(n), _padded(k)
+    groups = 1 if group_size == k else -(-columns // group_size)
+    pairs = F.pad(pairs, (0, 0, 0, groups - pairs.shape[1], 0, rows - n))
+    pairs = pairs.view(rows // UNIT_ROWS, 2, 8, groups, 2).permute(0, 3, 2, 1, 4).contiguous()
+    codes = torch.empty((rows // UNIT_ROWS, columns // UNIT_K, 32, 4), dtype=torch.int32, device=device)
+    at_once = max(PADDING, _PACKED_AT_ONCE // (columns // 2) // PADDING * PADDING)
+    for start in range(0, rows, at_once):
+        part = qweight[start : start + at_once]
+        height = min(at_once, rows - start)
+        part = F.pad(part, (0, (columns - k) // 2, 0, height - len(part)), value=0x88)
+        codes[start // UNIT_ROWS : (start + height) // UNIT_ROWS].copy_(_pack_codes(part))
+    return W4Matrix(codes, pairs.to(device), n, k, group_size)
+
+
+def _padded(size: int) -> int:
+    return -(-size // PADDING) * PADDING
+
+
+def _checked_group_size(qweight: Tensor, scales: Tensor, mins: Tensor) -> int:
+    """The group size of three tensors that fit together."""
+    if qweight.dtype != torch.uint8 or qweight.ndim != 2:
+        raise KernelArgumentError(f"qweight is {qweight.dtype} {list(qweight.shape)}; wanted: uint8 [N, K/2]")
+    n, k = qweight.shape[0], 2 * qweight.shape[1]
+    if scales.shape != mins.shape or scales.ndim != 2 or len(scales) != n or scales.shape[1] == 0:
+        raise KernelArgumentError(
+            f"scales {list(scales.shape)} and mins {list(mins.shape)} do not fit; wanted: [N={n}, K={k} / group size]"
+        )
+    group_size = k // scales.shape[1]
+    power_of_two = group_size >= SMALLEST_GROUP and group_size & (group_size - 1) == 0
+    if k % 8 or k % scales.shape[1] or not (group_size == k or power_of_two):
+        raise KernelArgumentError(
+            f"K={k} in {scales.shape[1]} groups; K must be a multiple of 8, groups of 32, 64, 128 or all of K"
+        )
+    return group_size
+
+
+def _pack_codes(qweight: Tensor) -> Tensor:
+    """`qweight` uint8 [N, K/2], N and K multiples of 64 -> codes int32 [N/16, K/64, 32, 4]."""
+    n, half_k = qweight.shape
+    pairs = qweight.view(n // UNIT_ROWS, 2, 8, 2 * half_k // UNIT_K, 4, 2, 4)  # tile, row +0/+8, g, unit, j, k +0/+8, t
+    upper, lower = pairs[:, 0], pairs[:, 1]
+    first_k = (upper & 0x0F) | (lower << 4)
+    second_k = (upper >> 4) | (lower & 0xF0)
+    word_bytes = (first_k[..., 0, :], first_k[..., 1, :], second_k[..., 0, :], second_k[..., 1, :])
+    words = torch.stack(word_bytes, dim=-1).view(torch.int32)[..., 0]  # tile, g, unit, j, t
+    return words.permute(0, 2, 1, 4, 3).reshape(n // UNIT_ROWS, 2 * half_k // UNIT_K, 32, 4)
+
+
+def unpack_w4(matrix: W4Matrix) -> Tensor:
+    """The weights of a packed matrix in fp32 [n, k]: the reference of every W4 kernel."""
+    tiles, units = matrix.codes.shape[:2]
+    words = matrix.codes.view(torch.uint8).view(tiles, units, 8, 4, 4, 2, 2)  # tile, unit, g, t, j, first/second, +0/+8
+    nibbles = torch.stack((words & 15, words >> 4), dim=-1)  # ..., row +0/+8
+    # row = (tile, row +0/+8, g), k = (unit, j, k +0/+8, t, first/second)
+    codes = nibbles.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(tiles * UNIT_ROWS, units * UNIT_K)
+    pairs = matrix.scales.permute(0, 3, 2, 1, 4).reshape(tiles * UNIT_ROWS, -1, 2).float()
+    group = torch.arange(matrix.k, device=codes.device) // matrix.group_size
+    weights = (codes[: matrix.n, : matrix.k].float() - 8) * pairs[: matrix.n, group, 0] + pairs[: matrix.n, group, 1]
+    return weights
