@@ -103,10 +103,10 @@ class Function:
         return int(self._kernel.attributes[name])
 
     def launch(
-        self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Tensor | int | float | None],
+        self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Tensor | int | float | bytes | None],
         shared_bytes: int = 0,
     ) -> None:
-        """Tensors are passed as pointers (None is a null pointer), ints as 32-bit ints, floats as 32-bit floats."""
+        """Tensors go as pointers (None is a null pointer), ints and floats as 32-bit numbers, bytes as a struct by value."""
         if shared_bytes > self._shared_limit:
             self._kernel.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_limit = shared_bytes
@@ -186,9 +186,11 @@ def _launch_attributes() -> Any:
     return attributes
 
 
-def _c_value(argument: Tensor | int | float | None) -> Any:
+def _c_value(argument: Tensor | int | float | bytes | None) -> Any:
     if argument is None:
         return ctypes.c_void_p(0)
+    if isinstance(argument, bytes):
+        return (ctypes.c_char * len(argument)).from_buffer_copy(argument)
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
