@@ -24,13 +24,17 @@ class PrefixIndex:
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
-    def extend_chain(self, digests: list[bytes], tokens: Sequence[int], full_blocks: int) -> None:
+    def extend_chain(self, digests: list[bytes], tokens: array[int], full_blocks: int) -> None:
         """Append to `digests` until it covers the first `full_blocks` blocks of `tokens`."""
         size = self._block_size
         for start in range(len(digests) * size, full_blocks * size, size):
-            content = array("I", tokens[start : start + size]).tobytes()
             parent = digests[-1] if digests else b""
+            content = tokens[start : start + size].tobytes()
             digests.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
+
+    def holder(self, digest: bytes) -> int | None:
+        """The block that holds the prefix, if one does."""
+        return self._block_of.get(digest)
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
         """The blocks of the longest indexed beginning of a chain."""

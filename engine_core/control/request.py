@@ -6,6 +6,7 @@ Does not know: pools, scheduling, the wire. It carries block ids for the schedul
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -75,15 +76,16 @@ class IllegalTransition(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One live request. `tokens` is prompt and answer so far; `computed_tokens` of them have their KV in blocks.
+    """One live request. `tokens` is prompt and answer so far, as far as they are known.
 
-    The KV of token i lies in block i // block_size of `block_table`, or of `swap` while the request is swapped out.
-    Times are seconds of the scheduler's clock. Everything but `block_table` survives a swap; a recompute resets
-    `computed_tokens` and keeps `tokens`, so that no token is emitted twice.
+    `num_tokens` counts, beyond `tokens`, the one that a step in flight samples. `computed_tokens` of them have their KV
+    in blocks once the steps in flight are done. The KV of token i lies in block i // block_size of `block_table`, or of
+    `swap` while the request is swapped out. Times are seconds of the scheduler's clock. Everything but `block_table`
+    survives a swap; a recompute resets `computed_tokens` and keeps `tokens`, so that no token is emitted twice.
     """
 
     request_id: str
-    tokens: list[int]
+    tokens: array[int]
     prompt_length: int
     sampling: Sampling
     seed: int
@@ -95,8 +97,10 @@ class Request:
 
     state: State = State.WAITING
     state_before_swap: State | None = None
+    num_tokens: int = field(init=False)
     computed_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
+    last_step: int = 0  # the last step that ran tokens of it
+    block_table: array[int] = field(default_factory=lambda: array("i"))
     swap: Swap | None = None
     swap_reason: SwapReason = "growth"
 
@@ -118,15 +122,28 @@ class Request:
     denied_room: bool = False  # as a newcomer it wanted others to give way, and the CPU budget did not allow it
     preempted: bool = False
 
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.tokens)
+
     @property
     def num_outputs(self) -> int:
-        """Tokens of the answer so far."""
+        """Tokens of the answer that are known."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def remaining(self) -> int:
         """Tokens whose KV is still to be computed: the rest of the prefill, or 1 in DECODE."""
-        return len(self.tokens) - self.computed_tokens
+        return self.num_tokens - self.computed_tokens
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether a step in flight samples a token of it."""
+        return self.num_tokens > len(self.tokens)
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the step in flight samples its last token: it is over, unless that step says so earlier."""
+        return self.awaits_token and self.num_tokens - self.prompt_length >= self.max_tokens
 
     def on(self, event: Event) -> None:
         """Move to the state that TRANSITIONS gives. Raises IllegalTransition for a pair that is not in it."""

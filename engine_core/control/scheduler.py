@@ -18,6 +18,17 @@ oldest of all, once back, is the eldest and stays. Whoever is recomputed keeps i
 
 Why nobody ping-pongs: who comes back must find room for itself and for the next token of all others, counts as just
 active and so leaves last, and after MAX_GROWTH_SWAPS is passed over. Failing copies end in a recomputation.
+
+A step may be planned while the one before it is in flight (begun, and its result not applied). Then:
+  * `computed_tokens` and `num_tokens` move when a step is planned; tokens are known, and blocks offered to the prefix
+    index, when its result is applied.
+  * Who ends by length with the step in flight takes no part in the next one, and its blocks count as leaving. Whose
+    sampling needs the tokens themselves (penalties) waits for them.
+  * An end that was not foreseen (stop token, failure, abort) frees the blocks at once, and the result of what is still
+    in flight is dropped. This is safe, as are preemptions and swaps of requests in flight, because the executor works
+    in order: whoever gets the blocks next, a chunk or a copy, begins after the work of the step in flight.
+  * A recomputed request is not admitted before its step in flight has been applied. So a request that runs when a
+    result is applied still has the blocks that the step was planned with, and a swap's end finds no token pending.
 """
 
 from __future__ import annotations
@@ -26,13 +37,13 @@ import random
 import time
 from array import array
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from .block_pool import BlockPool, PoolUse
-from .plan import BlockMove, Chunk, MoveDone, SampledToken, SampleSpec, StepPlan, StepResult
+from .plan import NO_TOKENS, BlockMove, Chunk, MoveDone, SampledToken, SampleSpec, StepPlan, StepResult
 from .policies import RESUME_ORDERS, VICTIM_POLICIES
 from .prefix_index import PrefixIndex
 from .request import Event, Request, State
@@ -82,7 +93,9 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """See the module's text. `plan` and `apply` alternate; `add` and `abort` may come at any time between."""
+    """See the module's text. Every plan's result is applied, in order; at most one plan is made before the result of
+    the one before it. `add` and `abort` may come at any time between.
+    """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
@@ -106,7 +119,7 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._moves: list[BlockMove] = []
-        self._stepping: list[tuple[Request, Chunk]] = []
+        self._in_flight: deque[list[tuple[Request, Chunk]]] = deque()  # what each step not yet applied runs
         self._updates: list[Update] = []
 
     # ------------------------------------------------------------ requests come and go
@@ -122,7 +135,7 @@ class Scheduler:
         self._arrivals += 1
         request = Request(
             request_id=request_id,
-            tokens=list(prompt),
+            tokens=array("i", prompt),
             prompt_length=len(prompt),
             sampling=sampling,
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
@@ -142,8 +155,8 @@ class Scheduler:
             self._finish(request, "abort", self._clock())
 
     def has_work(self) -> bool:
-        """True while a request lives or a copy runs."""
-        return bool(self._requests or self._copying)
+        """True while a request lives, a copy runs or a step is in flight."""
+        return bool(self._requests or self._copying or self._in_flight)
 
     def drain(self) -> list[Update]:
         """What happened since the last call, in order."""
@@ -153,7 +166,10 @@ class Scheduler:
     # ------------------------------------------------------------ plan
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do. Without chunks it only begins or awaits copies."""
+        """The next step, or None when there is nothing to do, or nothing before the step in flight is applied.
+
+        Without chunks it only begins or awaits copies.
+        """
         now = self._clock()
         self._moves = []
         if self._grow(now):
@@ -162,24 +178,31 @@ class Scheduler:
             if self._favoured is None:
                 self._resume()
                 self._admit_waiting(now)
-        self._stepping = self._chunks()
-        if not self._stepping and not self._copying:
+        stepping = self._choose_chunks(now)
+        if not stepping and not self._moves and (self._in_flight or not self._copying):
             return None
         self._steps += 1
-        return StepPlan(self._steps, tuple(chunk for _, chunk in self._stepping), tuple(self._moves))
+        self._in_flight.append(stepping)
+        return StepPlan(self._steps, tuple([chunk for _, chunk in stepping]), tuple(self._moves))
 
     def _grow(self, now: float) -> bool:
         """Give every running request the blocks of its next tokens, eldest first. False: some must wait for copies."""
-        short = [request for request in self._running.values() if self._blocks_short(request)]
+        size = self.config.block_size
+        short = [
+            request
+            for request in self._running.values()
+            if request.num_tokens > size * len(request.block_table) and not request.ends_in_flight
+        ]
         short.sort(key=lambda request: request.arrival)
         # One that had to leave for an elder is not running any more.
         return all(self._find_blocks(request, now) for request in short if request.request_id in self._running)
 
     def _find_blocks(self, request: Request, now: float) -> bool:
-        """Let victims leave until `request` has its blocks, or has itself left. False: wait for running copies."""
-        missing = self._blocks_short(request)
+        """Let victims leave until `request` has its blocks, or has itself left. False: wait for those on their way."""
+        missing = self._blocks_for(request.num_tokens) - len(request.block_table)
         while self._gpu.available < missing:
-            if self._gpu.available + self._swaps.releasing() >= missing:
+            leaving = self._swaps.releasing() + self._freed_by(self._ending())
+            if self._gpu.available + leaving >= missing:
                 return False
             victim = self._growth_victim()
             if victim is None:
@@ -187,13 +210,14 @@ class Scheduler:
             self._make_leave(victim, now)
             if victim is request:
                 return True
-        request.block_table += self._gpu.allocate(missing)
+        request.block_table.extend(self._gpu.allocate(missing))
         return True
 
     def _growth_victim(self) -> Request | None:
         """Anybody but the eldest running request, so that one always gets on."""
-        eldest = min(self._running.values(), key=lambda request: request.arrival)
-        candidates = [request for request in self._running.values() if request is not eldest]
+        staying = [request for request in self._running.values() if not request.ends_in_flight]
+        eldest = min(staying, key=lambda request: request.arrival)
+        candidates = [request for request in staying if request is not eldest]
         unspent = [request for request in candidates if request.growth_swaps < MAX_GROWTH_SWAPS]
         return self._victims.choose(unspent or candidates) if candidates else None
 
@@ -219,7 +243,7 @@ class Scheduler:
         while ready := [request for request in self._swapped.values() if request.state is State.SWAPPED]:
             request = self._resume_order.choose(ready)
             assert request.swap is not None
-            needed = self._blocks_for(len(request.tokens) + 1)
+            needed = self._blocks_for(request.num_tokens + 1)
             if needed > self._room():
                 return
             move = self._swaps.begin_swap_in(request.swap, needed - len(request.swap.cpu_blocks))
@@ -229,10 +253,10 @@ class Scheduler:
 
     def _admit_waiting(self, now: float) -> None:
         """Admit waiting requests in order, while no one is swapped out and the step has tokens left for one more."""
-        if not self._waiting or self._swapped:
+        seats, budget = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        if not self._waiting or self._swapped or len(self._running) >= seats:
             return
         wanted = sum(self._chunk_tokens(request) for request in self._running.values())
-        seats, budget = self.config.max_num_seqs, self.config.max_num_batched_tokens
         while self._waiting and len(self._running) < seats and wanted < budget:
             request = self._waiting[0]
             if not self._admit(request, now):
@@ -242,12 +266,14 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> bool:
         """Run a waiting request if its tokens so far and one more fit beside the running ones; it gets those blocks."""
+        if request.last_step > self._steps - len(self._in_flight):
+            return False
         hits = self._cached_prefix(request)
-        needed = self._blocks_for(len(request.tokens) + 1) - len(hits)
+        needed = self._blocks_for(request.num_tokens + 1) - len(hits)
         if needed > self._room(hits):
             return False
         self._gpu.share(hits)
-        request.block_table = hits + self._gpu.allocate(needed)
+        request.block_table = array("i", hits + self._gpu.allocate(needed))
         request.indexed_blocks = len(hits)
         request.computed_tokens = request.tokens_at_admission = len(hits) * self.config.block_size
         request.last_active_time = now
@@ -292,76 +318,95 @@ class Scheduler:
             for request in self._running.values()
             if request.computed_tokens > request.tokens_at_admission
             and not request.gave_way
+            and not request.ends_in_flight
             and request.priority <= newcomer.priority
         ]
-        hits = self._cached_prefix(newcomer)
-        needed = self._blocks_for(len(newcomer.tokens) + 1) - len(hits)
+        hits, ending = self._cached_prefix(newcomer), self._ending()
+        needed = self._blocks_for(newcomer.num_tokens + 1) - len(hits)
+        if needed <= self._room(hits, ending):
+            return []
         most = sum(len(request.block_table) + 1 for request in candidates)  # its blocks, and what it would grow by
-        if needed > self._room(hits) + most:
+        if needed > self._room(hits, ending) + most:
             return []
         victims: list[Request] = []
         while candidates:
             victim = self._victims.choose(candidates)
             candidates.remove(victim)
             victims.append(victim)
-            if needed <= self._room(hits, victims):
+            if needed <= self._room(hits, ending + victims):
                 return victims
         return []
 
-    def _chunks(self) -> list[tuple[Request, Chunk]]:
+    def _choose_chunks(self, now: float) -> list[tuple[Request, Chunk]]:
         """The step's chunks within its token budget: decodes, then prefills in the order they were admitted."""
-        running = self._running.values()
         budget = self.config.max_num_batched_tokens
-        stepping = []
-        for request in (
-            *(request for request in running if request.state is State.DECODE),
-            *(request for request in running if request.state is State.PREFILL),
-        ):
+        stepping, prefills = [], []
+        for request in self._running.values():
+            if request.state is State.PREFILL:
+                prefills.append(request)
+            elif budget and self._may_decode(request):
+                stepping.append((request, self._plan_chunk(request, 1, now)))
+                budget -= 1
+        for request in prefills:
             count = min(self._chunk_tokens(request), budget)
-            start = request.computed_tokens
-            blocks = self._blocks_for(start + count)
-            if count == 0 or blocks > len(request.block_table):
-                continue
-            budget -= count
-            tokens = array("i", request.tokens[start : start + count])
-            sample = _sample_spec(request) if start + count == len(request.tokens) else None
-            stepping.append(
-                (request, Chunk(request.request_id, tokens, start, array("i", request.block_table[:blocks]), sample))
-            )
+            if count and self._has_blocks(request, count):
+                stepping.append((request, self._plan_chunk(request, count, now)))
+                budget -= count
         return stepping
+
+    def _may_decode(self, request: Request) -> bool:
+        if request.awaits_token and (request.ends_in_flight or request.sampling.penalizes):
+            return False
+        return self._has_blocks(request, 1)
+
+    def _has_blocks(self, request: Request, count: int) -> bool:
+        return request.computed_tokens + count <= self.config.block_size * len(request.block_table)
+
+    def _plan_chunk(self, request: Request, count: int, now: float) -> Chunk:
+        """The next `count` tokens of a request: from now on they count as computed, and one that they sample exists."""
+        start = request.computed_tokens
+        end = start + count
+        from_previous = start == len(request.tokens)
+        sample = None
+        if end == request.num_tokens:
+            sample = _sample_spec(request)
+            request.num_tokens += 1
+            if request.state is State.PREFILL:
+                request.on(Event.PREFILL_DONE)
+        request.computed_tokens = end
+        request.last_step = self._steps + 1
+        request.last_active_time = now
+        tokens = NO_TOKENS if from_previous else request.tokens[start:end]
+        table = request.block_table[: self._blocks_for(end)]
+        return Chunk(request.request_id, tokens, start, table, sample, from_previous)
 
     # ------------------------------------------------------------ apply
 
     def apply(self, result: StepResult) -> None:
-        """Take in what the planned step produced, and the copies that have ended."""
+        """Take in what the oldest step in flight produced, and the copies that have ended."""
         now = self._clock()
-        stepping, self._stepping = self._stepping, []
-        for request, chunk in stepping:
+        for request, chunk in self._in_flight.popleft():
             if request.state is not State.FINISHED:
                 self._apply_chunk(request, chunk, result, now)
         for done in result.moves_done:
             self._apply_move(done, now)
 
     def _apply_chunk(self, request: Request, chunk: Chunk, result: StepResult, now: float) -> None:
-        token = result.tokens.get(request.request_id)
-        error = result.failed.get(request.request_id)
+        request_id = chunk.request_id
+        token = result.tokens.get(request_id)
+        error = result.failed.get(request_id)
         if error is None and chunk.sample is not None and token is None:
             error = "the executor returned no token"
         if error is not None:
-            for block in request.block_table:
-                self._gpu.forget(block)
+            self._forget_prefix(request)
             self._finish(request, "error", now, error=error)
             return
-        request.computed_tokens += len(chunk.token_ids)
-        request.last_active_time = now
-        if self.config.prefix_cache:
-            self._index_computed(request)
+        if self.config.prefix_cache and request.request_id in self._running:
+            self._index_computed(request, chunk.start + chunk.num_tokens)
         if chunk.sample is not None and token is not None:
             self._take_token(request, token, now)
 
     def _take_token(self, request: Request, token: SampledToken, now: float) -> None:
-        if request.state is State.PREFILL:
-            request.on(Event.PREFILL_DONE)
         if request.first_token_at is None:
             request.first_token_at = now
         if token.token_id in request.end_tokens:
@@ -373,9 +418,9 @@ class Scheduler:
         if request.num_outputs >= request.max_tokens:
             self._finish(request, "length", now)
 
-    def _index_computed(self, request: Request) -> None:
-        """Offer the full blocks whose KV is now computed to other requests."""
-        full = request.computed_tokens // self.config.block_size
+    def _index_computed(self, request: Request, computed: int) -> None:
+        """Offer the full blocks whose KV has been computed to other requests."""
+        full = computed // self.config.block_size
         if full == request.indexed_blocks:
             return
         self._index.extend_chain(request.digests, request.tokens, full)
@@ -384,6 +429,13 @@ class Scheduler:
             if self._index.insert(request.digests[position], block):
                 self._gpu.keep(block)
         request.indexed_blocks = full
+
+    def _forget_prefix(self, request: Request) -> None:
+        """Nobody may find what a failed request computed, nor what it was computed from, wherever that is by now."""
+        for digest in request.digests:
+            block = self._index.holder(digest)
+            if block is not None:
+                self._gpu.forget(block)
 
     def _apply_move(self, done: MoveDone, now: float) -> None:
         """Hand the ended copy to the swap manager, then let the request go on from there, unless it has ended."""
@@ -413,7 +465,7 @@ class Scheduler:
         self._gpu.release(reversed(request.block_table[content:]))
         request.swap, move = self._swaps.begin_swap_out(request.block_table[:content])
         request.on(Event.SWAP_OUT)
-        request.block_table, request.indexed_blocks = [], 0
+        request.block_table, request.indexed_blocks = array("i"), 0
         request.swap_reason, request.swapped_since = reason, now
         self._swapped[request.request_id] = self._running.pop(request.request_id)
         self._begin_copy(request, move, "swapping_out")
@@ -460,7 +512,7 @@ class Scheduler:
 
     def _run_again(self, request: Request, swap: Swap, now: float) -> None:
         """Take the table back from the swap manager; a request just back counts as active, lest it leave at once."""
-        request.block_table, request.swap = swap.gpu_blocks + swap.room, None
+        request.block_table, request.swap = array("i", swap.gpu_blocks + swap.room), None
         request.last_active_time = now
         request.end_stall(now)
         self._running[request.request_id] = self._swapped.pop(request.request_id)
@@ -482,7 +534,7 @@ class Scheduler:
         self._swapped.pop(request.request_id, None)
         # Last block first, so that the cache's LRU gives up the end of a prefix before its beginning.
         self._gpu.release(reversed(request.block_table))
-        request.block_table = []
+        request.block_table = array("i")
         if request.swap is not None:
             self._swaps.discard(request.swap)
 
@@ -534,10 +586,6 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
 
-    def _blocks_short(self, request: Request) -> int:
-        """Blocks that a running request lacks for the tokens it has."""
-        return self._blocks_for(len(request.tokens)) - len(request.block_table)
-
     def _chunk_tokens(self, request: Request) -> int:
         return min(request.remaining, self.config.prefill_chunk_tokens)
 
@@ -554,15 +602,22 @@ class Scheduler:
 
         What the next token of every request that stays will need is left to it.
         """
-        tables = Counter(block for request in leaving for block in request.block_table)
-        freed = sum(self._gpu.refs(block) == users and block not in hits for block, users in tables.items())
         reused = sum(self._gpu.refs(block) == 0 for block in hits)
         growth = sum(
-            max(0, self._blocks_for(len(request.tokens) + 1) - len(request.block_table))
+            max(0, self._blocks_for(request.num_tokens + 1) - len(request.block_table))
             for request in self._running.values()
-            if request not in leaving
+            if request not in leaving and not request.ends_in_flight
         )
-        return self._gpu.available + freed - reused - growth
+        return self._gpu.available + self._freed_by(leaving, hits) - reused - growth
+
+    def _freed_by(self, leaving: Collection[Request], hits: Collection[int] = ()) -> int:
+        """Blocks that become available when these running requests leave; `hits` will go on being used."""
+        tables = Counter(block for request in leaving for block in request.block_table)
+        return sum(self._gpu.refs(block) == users and block not in hits for block, users in tables.items())
+
+    def _ending(self) -> list[Request]:
+        """Running requests that leave when the step in flight is applied."""
+        return [request for request in self._running.values() if request.ends_in_flight]
 
     # ------------------------------------------------------------ views
 
@@ -641,12 +696,12 @@ def _finished_update(
 
 
 def _sample_spec(request: Request) -> SampleSpec:
-    sampling, outputs = request.sampling, request.num_outputs
+    sampling, outputs = request.sampling, request.num_tokens - request.prompt_length
     return SampleSpec(
-        sampling=sampling,
-        seed=request.seed,
-        output_index=outputs,
-        prompt_length=request.prompt_length,
-        history=tuple(request.tokens) if sampling.penalizes else None,
-        banned=request.end_tokens if outputs < sampling.min_tokens else (),
+        sampling,
+        request.seed,
+        outputs,
+        request.prompt_length,
+        request.tokens[:] if sampling.penalizes else None,
+        request.end_tokens if outputs < sampling.min_tokens else (),
     )

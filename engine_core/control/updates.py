@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .plan import SampledToken
 
@@ -16,8 +16,7 @@ SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "reject
 SwapReason = Literal["admission", "growth", "resume"]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUpdate:
+class TokenUpdate(NamedTuple):
     """One new token of a request's answer."""
 
     request_id: str

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
 from coldblock.engine_core.control.prefix_index import PrefixIndex
 
 
 def chain(index: PrefixIndex, tokens: list[int]) -> list[bytes]:
     digests: list[bytes] = []
-    index.extend_chain(digests, tokens, len(tokens) // 4)
+    index.extend_chain(digests, array("i", tokens), len(tokens) // 4)
     return digests
 
 
@@ -24,7 +26,7 @@ def test_a_chain_grows_to_the_same_digests() -> None:
     tokens = list(range(12))
     digests: list[bytes] = []
     for full in (1, 1, 3):
-        index.extend_chain(digests, tokens, full)
+        index.extend_chain(digests, array("i", tokens), full)
     assert digests == chain(index, tokens)
 
 

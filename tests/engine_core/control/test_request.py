@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 from coldblock.engine_core.control.request import Event, IllegalTransition, Request, State
@@ -30,7 +31,7 @@ EXPECTED = {
 
 
 def make_request(state: State = State.WAITING, before: State | None = None) -> Request:
-    request = Request("r", [1, 2, 3], 3, Sampling(), 0, 8, (), 0, 1, 0.0)
+    request = Request("r", array("i", [1, 2, 3]), 3, Sampling(), 0, 8, (), 0, 1, 0.0)
     request.state, request.state_before_swap = state, before
     return request
 

@@ -100,8 +100,8 @@ def test_penalties_bring_the_history_and_others_do_not() -> None:
     harness.run()
     plain, penalized = harness.executor.plans[1].chunks
     assert plain.sample is not None and plain.sample.history is None
-    assert penalized.sample is not None
-    assert penalized.sample.history == (*range(6), harness.tokens["penalized"][0])
+    assert penalized.sample is not None and penalized.sample.history is not None
+    assert tuple(penalized.sample.history) == (*range(6), harness.tokens["penalized"][0])
     assert (penalized.sample.output_index, penalized.sample.prompt_length) == (1, 6)
 
 

@@ -6,6 +6,7 @@ Every `Harness.run` ends with empty tiers and compares each text with what the p
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 from coldblock.engine_core.control.plan import Direction
@@ -111,7 +112,7 @@ def test_a_decode_goes_on_where_the_swap_stopped_it() -> None:
 
 
 def request_at(arrival: int, last_active: float = 0.0, swapped_since: float | None = None) -> Request:
-    request = Request(str(arrival), [1], 1, Sampling(), 0, 8, (), 0, arrival, 0.0)
+    request = Request(str(arrival), array("i", [1]), 1, Sampling(), 0, 8, (), 0, arrival, 0.0)
     request.last_active_time, request.swapped_since = last_active, swapped_since
     return request
 
