@@ -22,20 +22,22 @@ def check_tensor(
     shape: Sequence[tuple[str, int | None]],
     alignment: int = 16,
 ) -> None:
-    """`shape`: (name of the dimension, its size or None for any). Contiguous, on the GPU, aligned to `alignment` bytes."""
-    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
-    if tensor.dtype not in allowed:
+    """`shape`: (name of the dimension, its size or None for any). Contiguous, on the GPU, aligned to `alignment`."""
+    if tensor.dtype is not dtypes and (isinstance(dtypes, torch.dtype) or tensor.dtype not in dtypes):
+        allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
         raise KernelArgumentError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, allowed))}")
-    sizes_fit = tensor.ndim == len(shape) and all(
-        size is None or size == found for (_, size), found in zip(shape, tensor.shape, strict=True)
-    )
-    if not sizes_fit:
+    sizes = tensor.shape
+    if len(sizes) != len(shape) or any(
+        size is not None and size != found for (_, size), found in zip(shape, sizes, strict=True)
+    ):
         wanted = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in shape)
-        raise KernelArgumentError(f"{name} has shape {list(tensor.shape)}; wanted: [{wanted}]")
+        raise KernelArgumentError(f"{name} has shape {list(sizes)}; wanted: [{wanted}]")
     if not tensor.is_contiguous():
-        raise KernelArgumentError(f"{name} is not contiguous: strides {tensor.stride()} for shape {list(tensor.shape)}")
+        raise KernelArgumentError(f"{name} is not contiguous: strides {tensor.stride()} for shape {list(sizes)}")
     if tensor.data_ptr() % alignment:
         raise KernelArgumentError(f"{name} begins at an address that is no multiple of {alignment} bytes")
+    if not tensor.is_cuda:
+        raise KernelArgumentError(f"{name} is on {tensor.device}; kernels take tensors on a CUDA device")
 
 
 def check_number(name: str, value: int, allowed: Sequence[int]) -> None:

@@ -8,18 +8,22 @@ that shapes it: source, headers of `cuda/`, macros, architecture, compiler versi
 
 On SM90 and later every launch may begin before the kernel in front of it has ended (programmatic dependent launch): a
 kernel first fetches what depends on nobody, such as weights, then calls `wait_for_previous_kernel()` of `common.cuh`
-before it touches anything else. Every kernel here must call it.
+before it touches anything else. Every kernel here must call it, in every block.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.util
 import itertools
 import os
+import re
+import struct
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +32,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import KernelCompileError, KernelError, KernelUnavailable
+from .errors import KernelArgumentError, KernelCompileError, KernelError, KernelUnavailable
 
 SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 """What every kernel compiles for; "a" adds the instructions of that one generation (wgmma)."""
 
+_INSTALL = "install coldblock with the extra cuda12 or cuda13"
 _HEADER_PACKAGES = ("nvidia.cu13", "nvidia.cuda_runtime", "nvidia.cuda_cccl")
 _LARGEST_STATIC_SHARED = 48 * 1024
+_DIGEST_BYTES = 32
+
+_LAUNCH_CONFIG = struct.Struct("7IPPI")  # CUlaunchConfig: grid, block, shared bytes; stream, attributes; their number
+_LAUNCH_ATTRIBUTE = struct.Struct("ii60x")  # CUlaunchAttribute: an id, padding, and a union of 64 bytes
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 Macros = Mapping[str, str | int]
+Argument = Tensor | int | float | bytes | None
 
 
 @dataclass(frozen=True)
@@ -65,88 +76,143 @@ def compile_cubin(source: str, macros: Macros, architecture: str) -> bytes:
     file = SOURCES / f"{source}.cu"
     options = _options(macros, architecture)
     cached = _cache_folder() / f"{source}-{architecture}-{_digest(file, options, nvrtc.getVersion())}.cubin"
-    if cached.exists():
-        return cached.read_bytes()
-    program = nvrtc.createProgram(file.read_text(encoding="utf-8"), file.name, (), ())
-    try:
-        nvrtc.compileProgram(program, options)
-        cubin: bytes = nvrtc.getCUBIN(program)
-    except nvrtc.NVRTCError as error:
-        raise KernelCompileError(f"{file.name} {dict(macros)} {architecture}: {nvrtc.getProgramLog(program)}") from error
-    finally:
-        nvrtc.destroyProgram(program)
-    _write(cached, cubin)
+    cubin = _read(cached)
+    if cubin is None:
+        cubin = _compile(nvrtc, file, options)
+        _write(cached, cubin)
     return cubin
 
 
 class Function:
-    """A loaded kernel. Calls go to torch's current stream and can be captured in a CUDA graph."""
+    """A kernel loaded on torch's current device. Any thread may launch it; a CUDA graph can capture the launch."""
 
     def __init__(self, source: str, macros: Macros) -> None:
         self.name = source
         cubin = compile_cubin(source, macros, device_architecture())
-        try:
-            import cupy
-        except ImportError as error:
-            raise KernelUnavailable("CuPy is missing: install coldblock with the extra cuda12 or cuda13") from error
+        import cupy
+
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
             self._kernel = cupy.RawModule(path=file.name).get_function(source)
             self._handle = ctypes.c_void_p(self._kernel.kernel.ptr)
+        self._device = torch.cuda.current_device()
         self._shared_limit = _LARGEST_STATIC_SHARED
-        self._attributes = _launch_attributes()
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._attribute_memory = _launch_attributes()
+        self._attributes = (
+            ctypes.addressof(self._attribute_memory),
+            len(self._attribute_memory) // _LAUNCH_ATTRIBUTE.size,
+        )
+        self._config = ctypes.create_string_buffer(_LAUNCH_CONFIG.size)
+        self._arguments: _ArgumentBuffer | None = None
+        self._lock = threading.Lock()  # over the two buffers
+        self._launch = _driver().cuLaunchKernelEx
 
     def attribute(self, name: str) -> int:
         """A function attribute as CuPy names it, e.g. "num_regs"."""
         return int(self._kernel.attributes[name])
 
     def launch(
-        self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Tensor | int | float | bytes | None],
-        shared_bytes: int = 0,
+        self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
-        """Tensors go as pointers (None is a null pointer), ints and floats as 32-bit numbers, bytes as a struct by value."""
+        """Tensors are passed as pointers (None is a null pointer), ints as 32-bit ints, floats as 32-bit floats,
+        bytes as a struct by value.
+
+        The kinds of the arguments are those of the first launch. Raises KernelError when the driver refuses.
+        """
         if shared_bytes > self._shared_limit:
             self._kernel.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_limit = shared_bytes
-        values = [_c_value(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         x, y, z = (*grid, 1, 1)[:3]
-        bx, by, bz = ((block, 1, 1) if isinstance(block, int) else (*block, 1, 1))[:3]
-        stream = torch.cuda.current_stream().cuda_stream
-        config = _LaunchConfig(
-            x, y, z, bx, by, bz, shared_bytes, stream, ctypes.addressof(self._attributes), len(self._attributes)
-        )
-        code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None)
+        bx, by, bz = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        with self._lock:
+            if self._arguments is None:
+                self._arguments = _ArgumentBuffer(self.name, arguments)
+            pointers = self._arguments.fill(arguments)
+            _LAUNCH_CONFIG.pack_into(self._config, 0, x, y, z, bx, by, bz, shared_bytes, stream, *self._attributes)
+            code = self._launch(self._config, self._handle, pointers, None)
+            if code == _INVALID_CONTEXT:  # the thread's first contact with the device
+                self._use_device()
+                code = self._launch(self._config, self._handle, pointers, None)
         if code:
-            raise KernelError(f"{self.name}: launch failed with CUDA error {code}; grid {grid}, block {block}, "
-                              f"{shared_bytes} bytes of shared memory")
+            raise KernelError(
+                f"{self.name}: launch failed, {_error_text(code)}; grid {tuple(grid)}, block {block}, "
+                f"{shared_bytes} bytes of shared memory"
+            )
+
+    def _use_device(self) -> None:
+        import cupy
+
+        cupy.cuda.runtime.setDevice(self._device)
+
+
+class _ArgumentBuffer:
+    """A kernel's arguments in memory, as C lays out a struct of them, and their addresses, as the driver wants them."""
+
+    def __init__(self, name: str, arguments: Sequence[Argument]) -> None:
+        codes = [_struct_code(name, argument) for argument in arguments]
+        self._name, self._layout = name, struct.Struct("".join(codes))
+        self._is_pointer = [code == "P" for code in codes]
+        self._memory = ctypes.create_string_buffer(max(1, self._layout.size))
+        begin = ctypes.addressof(self._memory)
+        ends = [struct.calcsize("".join(codes[: i + 1])) for i in range(len(codes))]
+        places = [begin + end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
+        self._pointers = (ctypes.c_void_p * len(places))(*places)
+
+    def fill(self, arguments: Sequence[Argument]) -> Any:
+        """Write the values; the pointers to them."""
+        try:
+            values = [
+                (0 if x is None else x.data_ptr()) if is_pointer else x  # type: ignore[union-attr]
+                for x, is_pointer in zip(arguments, self._is_pointer, strict=True)
+            ]
+            self._layout.pack_into(self._memory, 0, *values)
+        except (struct.error, AttributeError, ValueError) as error:
+            kinds = self._layout.format
+            raise KernelArgumentError(f"{self._name}: {error}; the first launch had arguments '{kinds}'") from error
+        return self._pointers
+
+
+def _struct_code(name: str, argument: Argument) -> str:
+    if argument is None or isinstance(argument, Tensor):
+        return "P"
+    if isinstance(argument, float):
+        return "f"
+    if isinstance(argument, int):
+        return "i"
+    if isinstance(argument, bytes):
+        return f"{len(argument)}s"
+    raise KernelArgumentError(f"{name}: {argument!r} is no tensor, int, float, bytes or None")
 
 
 @functools.cache
-def _load(source: str, macros: tuple[tuple[str, str | int], ...]) -> Function:
+def _load(device: int, source: str, macros: tuple[tuple[str, str | int], ...]) -> Function:
     return Function(source, dict(macros))
 
 
 def load(source: str, **macros: str | int) -> Function:
-    """The kernel `cuda/<source>.cu`, whose entry point has the file's name, with these macros; loaded once."""
-    return _load(source, tuple(sorted(macros.items())))
+    """The kernel `cuda/<source>.cu`, whose entry point has the file's name, with these macros; loaded once a device."""
+    _require_device()
+    return _load(torch.cuda.current_device(), source, tuple(sorted(macros.items())))
 
 
 @functools.cache
-def device_capability() -> tuple[int, int]:
-    """Compute capability of torch's current device."""
+def _require_device() -> None:
     if not torch.cuda.is_available():
         raise KernelUnavailable("torch sees no CUDA device")
+
+
+def device_capability() -> tuple[int, int]:
+    """Compute capability of torch's current device."""
+    _require_device()
     return torch.cuda.get_device_capability()
 
 
 def device_architecture() -> str:
     """The architecture to compile for: the newest of ARCHITECTURES that the current device runs."""
     major, minor = device_capability()
-    own = 10 * major + minor
-    fitting = [name for name in ARCHITECTURES if _runs_on(name, own)]
+    fitting = [name for name in ARCHITECTURES if _runs_on(name, 10 * major + minor)]
     if not fitting:
         raise KernelUnavailable(f"the device has compute capability {major}.{minor}; 8.0 or later is needed")
     return fitting[-1]
@@ -160,60 +226,60 @@ def _runs_on(architecture: str, device: int) -> bool:
     return number // 10 == device // 10 and number <= device
 
 
-class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig of the driver API."""
-
-    _fields_ = [  # noqa: RUF012
-        *[(name, ctypes.c_uint) for name in ("x", "y", "z", "bx", "by", "bz", "shared_bytes")],
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint),
-    ]
-
-
-class _LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, and a union of 64 bytes of which the first int is used here."""
-
-    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]  # noqa: RUF012
-
-
 def _launch_attributes() -> Any:
     if device_capability() < (9, 0):
-        return (_LaunchAttribute * 0)()
-    attributes = (_LaunchAttribute * 1)()
-    attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
-    attributes[0].value[0] = 1
-    return attributes
+        return ctypes.create_string_buffer(0)
+    return ctypes.create_string_buffer(
+        _LAUNCH_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1), _LAUNCH_ATTRIBUTE.size
+    )
 
 
-def _c_value(argument: Tensor | int | float | bytes | None) -> Any:
-    if argument is None:
-        return ctypes.c_void_p(0)
-    if isinstance(argument, bytes):
-        return (ctypes.c_char * len(argument)).from_buffer_copy(argument)
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
+def _error_text(code: int) -> str:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(code, ctypes.byref(text))
+    return f"CUDA error {code} ({(text.value or b'unknown').decode()})"
+
+
+@functools.cache
 def _nvrtc() -> Any:
     try:
         from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
     except ImportError as error:
-        raise KernelUnavailable("CuPy is missing: install coldblock with the extra cuda12 or cuda13") from error
+        raise KernelUnavailable(f"CuPy is missing: {_INSTALL}") from error
+    except RuntimeError as error:
+        raise KernelUnavailable(f"CUDA's run-time compiler NVRTC is missing: {_INSTALL}") from error
     return nvrtc
 
 
+def _compile(nvrtc: Any, file: Path, options: Sequence[str]) -> bytes:
+    program = nvrtc.createProgram(file.read_text(encoding="utf-8"), file.name, (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        cubin: bytes = nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        said = " ".join(option for option in options if not option.startswith("-I"))
+        raise KernelCompileError(f"{file.name} {said}: {nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return cubin
+
+
 def _options(macros: Macros, architecture: str) -> tuple[str, ...]:
-    folders = [SOURCES, *header_folders()]
     defines = [f"-D{name}={value}" for name, value in sorted(macros.items())]
-    includes = [f"-I{folder}" for folder in folders]
+    includes = [f"-I{folder}" for folder in (SOURCES, *header_folders())]
     return (f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", *defines, *includes)
 
 
 @functools.cache
 def header_folders() -> tuple[Path, ...]:
-    """Where the toolkit's headers (cuda_fp16.h) are: CUDA_PATH, pip's packages, /usr/local/cuda."""
+    """Where the headers (cuda_fp16.h) of the compiler's version are: CUDA_PATH, pip's packages, /usr/local/cuda."""
     candidates = [Path(os.environ["CUDA_PATH"]) / "include"] if "CUDA_PATH" in os.environ else []
     for name in _HEADER_PACKAGES:
         try:
@@ -222,11 +288,22 @@ def header_folders() -> tuple[Path, ...]:
             continue
         candidates += [Path(place) / "include" for place in (found.submodule_search_locations or ())] if found else []
     candidates.append(Path("/usr/local/cuda/include"))
-    toolkit = next((folder for folder in candidates if (folder / "cuda_fp16.h").exists()), None)
+    wanted = _nvrtc().getVersion()[0]
+    toolkit = next((folder for folder in candidates if _cuda_version(folder) == wanted), None)
     if toolkit is None:
-        raise KernelUnavailable("cuda_fp16.h is not found: install coldblock with the extra cuda12 or cuda13")
-    # CCCL is a package of its own in CUDA 12; headers of another toolkit must not mix in.
+        raise KernelUnavailable(f"the headers of CUDA {wanted} are not found: {_INSTALL}, or set CUDA_PATH")
+    # CCCL is a package of its own in CUDA 12.
     return (toolkit, *[folder for folder in candidates if "cuda_cccl" in folder.parts and folder.is_dir()])
+
+
+def _cuda_version(headers: Path) -> int | None:
+    """The major version of the toolkit whose headers these are."""
+    try:
+        text = (headers / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"#define CUDART_VERSION\s+(\d+)", text)
+    return int(found[1]) // 1000 if found and (headers / "cuda_fp16.h").exists() else None
 
 
 def _digest(file: Path, options: Sequence[str], version: object) -> str:
@@ -237,16 +314,29 @@ def _digest(file: Path, options: Sequence[str], version: object) -> str:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(base) / "coldblock" / "kernels"
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Atomically, as several processes may compile the same kernel; a cache that cannot be written is no error."""
+def _read(path: Path) -> bytes | None:
+    """What `_write` wrote there, or None: a damaged file is as good as none."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
+        content = path.read_bytes()
     except OSError:
-        return
+        return None
+    digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """Atomically, as several processes may compile the same kernel; a cache that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        try:
+            with open(handle, "wb") as file:
+                file.write(hashlib.sha256(cubin).digest() + cubin)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise
