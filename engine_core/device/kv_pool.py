@@ -11,28 +11,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...kernels.pages import KVPages
 from ..kv_layout import FormatName, KVShape, paged_kv_block_bytes
+from .host_memory import HostArena
 from .kv_formats import KVFormat, make_format
 
 
 class KVPool:
     """Blocks of one shape and format in two arenas of bytes, `gpu` and `cpu`, uint8 [blocks, block_bytes].
 
-    On the CPU device both are plain memory, which the system commits when a page is first written.
+    On the CPU device both are plain memory, which the system commits when a page is first written. On a GPU, `gpu` is
+    its memory, `cpu` is pinned, and kernels see the pool as `pages`; everything else here is the CPU device's.
     """
 
     def __init__(
-        self, shape: KVShape, block_size: int, kv_format: FormatName, num_gpu_blocks: int, num_cpu_blocks: int
+        self,
+        shape: KVShape,
+        block_size: int,
+        kv_format: FormatName,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        device: str = "cpu",
     ) -> None:
         self.shape, self.block_size, self.format_name = shape, block_size, kv_format
         self.block_bytes = paged_kv_block_bytes(shape, block_size, kv_format)
-        self.gpu = torch.empty(num_gpu_blocks, self.block_bytes, dtype=torch.uint8)
-        self.cpu = torch.empty(num_cpu_blocks, self.block_bytes, dtype=torch.uint8)
+        self.gpu = torch.empty(num_gpu_blocks, self.block_bytes, dtype=torch.uint8, device=device)
+        self._arena = HostArena(num_cpu_blocks * self.block_bytes, pin=self.gpu.is_cuda)
+        self.cpu = self._arena.memory.view(num_cpu_blocks, self.block_bytes)
         self.format: KVFormat = make_format(kv_format, block_size, shape.head_dim)
         planes = self.format.view(self.gpu.view(-1))
         self.planes_per_layer = 2 * shape.num_kv_heads
         self.planes_per_block = shape.num_layers * self.planes_per_layer
         self._layers = [planes[layer * self.planes_per_layer :] for layer in range(shape.num_layers)]
+
+    @property
+    def pages(self) -> KVPages:
+        """The GPU pool as kernels see it. Not for the format fp32, which no kernel knows."""
+        assert self.format_name != "fp32"
+        shape = self.shape
+        return KVPages(
+            self.gpu, self.format_name, self.block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim
+        )
 
     def layer(self, number: int) -> Tensor:
         """The planes from this layer's first plane of block 0 on: one index (`plane_numbers`) serves every layer."""
@@ -45,3 +64,7 @@ class KVPool:
     def clear(self, blocks: list[int]) -> None:
         """Zero whole blocks of the GPU pool."""
         self.gpu.index_fill_(0, torch.tensor(blocks), 0)
+
+    def close(self) -> None:
+        """Unpin the arena."""
+        self._arena.close()
