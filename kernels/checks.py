@@ -23,6 +23,20 @@ def check_tensor(
     alignment: int = 16,
 ) -> None:
     """`shape`: (name of the dimension, its size or None for any). Contiguous, on the GPU, aligned to `alignment`."""
+    check_layout(name, tensor, dtypes, shape)
+    if tensor.data_ptr() % alignment:
+        raise KernelArgumentError(f"{name} begins at an address that is no multiple of {alignment} bytes")
+    if not tensor.is_cuda:
+        raise KernelArgumentError(f"{name} is on {tensor.device}; kernels take tensors on a CUDA device")
+
+
+def check_layout(
+    name: str,
+    tensor: Tensor,
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[tuple[str, int | None]],
+) -> None:
+    """Dtype, shape (as for `check_tensor`) and contiguity, wherever the tensor is."""
     if tensor.dtype is not dtypes and (isinstance(dtypes, torch.dtype) or tensor.dtype not in dtypes):
         allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
         raise KernelArgumentError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, allowed))}")
@@ -34,13 +48,16 @@ def check_tensor(
         raise KernelArgumentError(f"{name} has shape {list(sizes)}; wanted: [{wanted}]")
     if not tensor.is_contiguous():
         raise KernelArgumentError(f"{name} is not contiguous: strides {tensor.stride()} for shape {list(sizes)}")
-    if tensor.data_ptr() % alignment:
-        raise KernelArgumentError(f"{name} begins at an address that is no multiple of {alignment} bytes")
-    if not tensor.is_cuda:
-        raise KernelArgumentError(f"{name} is on {tensor.device}; kernels take tensors on a CUDA device")
 
 
 def check_number(name: str, value: int, allowed: Sequence[int]) -> None:
     """Refuse a value that is not among `allowed`."""
     if value not in allowed:
         raise KernelArgumentError(f"{name} is {value}; allowed: {', '.join(map(str, allowed))}")
+
+
+def check_multiple(name: str, value: int, factor: int, most: int | None = None) -> None:
+    """Refuse a value that is not a positive multiple of `factor`, or above `most`."""
+    if value < 1 or value % factor or (most is not None and value > most):
+        limit = "" if most is None else f" up to {most}"
+        raise KernelArgumentError(f"{name} is {value}; allowed: multiples of {factor}{limit}")

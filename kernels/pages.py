@@ -11,7 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+from .checks import check_layout, check_multiple, check_number
+from .errors import KernelArgumentError
 
 PageFormat = Literal["fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"]
 FORMAT_NUMBERS: dict[PageFormat, int] = {"fp16": 0, "bf16": 1, "int8": 2, "fp8_e4m3": 3, "fp8_e5m2": 4}
@@ -23,7 +27,10 @@ _ELEMENT_BYTES: dict[PageFormat, int] = {"fp16": 2, "bf16": 2, "int8": 1, "fp8_e
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """One pool. `pool` uint8 [num_blocks, block_bytes] on the GPU; `block_size` a multiple of 16."""
+    """One pool. `pool` uint8 [num_blocks, block_bytes] on the GPU; `block_size` a multiple of 16.
+
+    Raises KernelArgumentError for a shape or format that the kernels do not have.
+    """
 
     pool: Tensor
     format: PageFormat
@@ -31,6 +38,13 @@ class KVPages:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMAT_NUMBERS:
+            raise KernelArgumentError(f"the KV format is {self.format}; allowed: {', '.join(FORMAT_NUMBERS)}")
+        check_number("head_dim", self.head_dim, HEAD_DIMS)
+        check_multiple("block_size", self.block_size, 16)
+        check_layout("pool", self.pool, torch.uint8, [("num_blocks", None), ("block_bytes", self.block_bytes)])
 
     @property
     def plane_bytes(self) -> int:

@@ -37,6 +37,35 @@ template <> __device__ __forceinline__ __half from_float<__half>(float x) {
 }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
+// 8 neighbouring activations, 16 bytes, to and from fp32.
+__device__ __forceinline__ void load8(const Activation *from, float (&values)[8]) {
+    const uint4 bits = *reinterpret_cast<const uint4 *>(from);
+    const Activation2 *pairs = reinterpret_cast<const Activation2 *>(&bits);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 pair = to_float2(pairs[i]);
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+    }
+}
+
+template <typename To> __device__ __forceinline__ void store8(To *to, const float (&values)[8]) {
+    uint4 bits;
+#pragma unroll
+    for (int i = 0; i < 8; i++) reinterpret_cast<To *>(&bits)[i] = from_float<To>(values[i]);
+    *reinterpret_cast<uint4 *>(to) = bits;
+}
+
+__device__ __forceinline__ void load8(const float *from, float (&values)[8]) {
+    reinterpret_cast<float4 *>(values)[0] = reinterpret_cast<const float4 *>(from)[0];
+    reinterpret_cast<float4 *>(values)[1] = reinterpret_cast<const float4 *>(from)[1];
+}
+
+__device__ __forceinline__ void store8(float *to, const float (&values)[8]) {
+    reinterpret_cast<float4 *>(to)[0] = reinterpret_cast<const float4 *>(values)[0];
+    reinterpret_cast<float4 *>(to)[1] = reinterpret_cast<const float4 *>(values)[1];
+}
+
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 
 __device__ __forceinline__ float warp_sum(float x) {
