@@ -21,10 +21,14 @@ class CheckpointError(EngineError):
         self.problem = problem
 
 
-class MemoryBudgetError(EngineError):
-    """Memory that does not suffice; `flag` is the setting to change."""
+class SettingError(EngineError):
+    """A setting that does not go with the model or the device; `flag` is the one to change."""
 
     def __init__(self, flag: str, problem: str) -> None:
         super().__init__(f"{flag}: {problem}")
         self.flag = flag
         self.problem = problem
+
+
+class MemoryBudgetError(SettingError):
+    """Memory that does not suffice."""

@@ -24,19 +24,25 @@ from .commands import Shutdown
 from .config import EngineSettings, StatusSettings
 from .control.scheduler import Scheduler, SchedulerConfig
 from .engine import Engine
-from .errors import EngineError, MemoryBudgetError
+from .errors import EngineError, SettingError
 from .ipc import IpcPort
 from .models.registry import ModelConfig, read_model_config
 from .stats import EngineStats
 
 if TYPE_CHECKING:
+    from .device.config import ExecutorConfig
     from .device.cpu_executor import CpuExecutor
+    from .device.cuda_executor import CudaExecutor
+
+    LoadedExecutor = CpuExecutor | CudaExecutor
 
 log = logging.getLogger(__name__)
 
 MIB = 2**20
+MEMORY_PARTS = ("free", "weights", "workspace", "graphs", "reserve")  # of `describe`, in the line at start
 PROG = "coldblock engine"
 DRAIN_S = 10.0  # how long open requests may go on after SIGTERM
+SHAPES = Path(__file__).parent / "models" / "shapes"  # a config.json each, for --load-format dummy
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +54,7 @@ def main(argv: list[str]) -> int:
         settings = load(EngineSettings, argv, prog=PROG, summary=__doc__.split("\n")[0])
         setup_logging(settings.log_level)
         return serve(settings)
-    except (UsageError, MemoryBudgetError) as error:  # both name the flag to change
+    except (UsageError, SettingError) as error:  # both name the flag to change
         print(f"{PROG}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except (ColdblockError, EngineError) as error:
@@ -77,7 +83,7 @@ def print_status(settings: StatusSettings) -> int:
 def serve(settings: EngineSettings) -> int:
     """Bind first, so that a taken endpoint is known before a model is loaded; then load, then answer."""
     started = time.monotonic()
-    checkpoint = find_checkpoint(settings.model)
+    checkpoint = find_checkpoint(settings.model, settings.load_format)
     model_config = read_model_config(checkpoint)
     check_against_model(settings, model_config)
     endpoint = checked_endpoint("--endpoint", settings.endpoint or sockets.default_endpoint())
@@ -108,14 +114,18 @@ def serve(settings: EngineSettings) -> int:
     return EXIT_FAILED if port.failed else EXIT_OK
 
 
-def find_checkpoint(model: str) -> Path:
-    """The folder of a model given as a path or as the name of a fetched one."""
-    for folder in (Path(model).expanduser(), models_dir() / model):
+def find_checkpoint(model: str, load_format: str) -> Path:
+    """The folder of a model given as a path or as the name of a fetched one; for dummy weights, of a shape too."""
+    folders = [Path(model).expanduser(), models_dir() / model]
+    if load_format == "dummy":
+        folders.append(SHAPES / model)
+    for folder in folders:
         if (folder / "config.json").is_file():
             return folder.resolve()
+    shapes = ", ".join(sorted(shape.name for shape in SHAPES.iterdir()))
     raise UsageError(
         f"MODEL: {model!r} is neither a folder with a config.json nor a fetched model in {models_dir()}; "
-        "`coldblock fetch-model --help` lists the names it knows"
+        f"`coldblock fetch-model --help` lists the names it knows; with --load-format dummy, {shapes} will do too"
     )
 
 
@@ -130,8 +140,6 @@ def checked_endpoint(flag: str, endpoint: str) -> str:
 
 def check_against_model(settings: EngineSettings, model: ModelConfig) -> None:
     """Refuse what the model cannot do, before anything is loaded."""
-    if settings.device == "cuda":
-        raise UsageError("--device: 'cuda' is not allowed: this version computes on the CPU; use auto or cpu")
     if settings.max_model_len is not None and settings.max_model_len > model.max_position_embeddings:
         raise UsageError(
             f"--max-model-len: {settings.max_model_len} is not allowed: "
@@ -139,41 +147,58 @@ def check_against_model(settings: EngineSettings, model: ModelConfig) -> None:
         )
 
 
-def load_executor(settings: EngineSettings, checkpoint: Path) -> CpuExecutor:
-    """The executor with the model loaded. Imports torch, so it comes after everything that can refuse."""
-    from .device.config import ExecutorConfig
-    from .device.cpu_executor import CpuExecutor
+def load_executor(settings: EngineSettings, checkpoint: Path) -> LoadedExecutor:
+    """The executor with the model loaded. Imports torch, so it comes after everything that can refuse without."""
+    from .device.cuda_support import why_no_cuda
 
-    offload_mb = settings.max_cpu_offload_mb if settings.cpu_offload else 0
-    executor = CpuExecutor(
-        ExecutorConfig(
-            model_path=checkpoint,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            block_size=settings.block_size,
-            num_gpu_blocks=settings.num_gpu_blocks,
-            max_model_len=settings.max_model_len,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            cpu_offload_bytes=offload_mb * MIB,
-            load_format=settings.load_format,
-            compute_dtype=settings.dtype,
-            deterministic=settings.deterministic,
-            seed=settings.seed,
-            num_threads=settings.threads,
-        )
-    )
+    config = executor_config(settings, checkpoint)
+    reason = None if settings.device == "cpu" else why_no_cuda()
+    executor: LoadedExecutor
+    if settings.device == "cuda" and reason is not None:
+        raise UsageError(f"--device: 'cuda' is not allowed: {reason}")
+    if settings.device == "cpu" or reason is not None:
+        from .device.cpu_executor import CpuExecutor
+
+        executor = CpuExecutor(config)
+    else:
+        from .device.cuda_executor import CudaExecutor
+
+        executor = CudaExecutor(config)
     log.info("%s", memory_line(settings, executor))
     return executor
 
 
-def memory_line(settings: EngineSettings, executor: CpuExecutor) -> str:
+def executor_config(settings: EngineSettings, checkpoint: Path) -> ExecutorConfig:
+    """The executor's frozen view of the settings."""
+    from .device.config import ExecutorConfig
+
+    offload_mb = settings.max_cpu_offload_mb if settings.cpu_offload else 0
+    return ExecutorConfig(
+        model_path=checkpoint,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        block_size=settings.block_size,
+        num_gpu_blocks=settings.num_gpu_blocks,
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        cpu_offload_bytes=offload_mb * MIB,
+        load_format=settings.load_format,
+        compute_dtype=settings.dtype,
+        deterministic=settings.deterministic,
+        seed=settings.seed,
+        num_threads=settings.threads,
+    )
+
+
+def memory_line(settings: EngineSettings, executor: LoadedExecutor) -> str:
     """What was decided at start, and the memory it takes, in one line."""
     sizes = executor.describe()
+    where = sizes.get("gpu") or f"the CPU, threads: {sizes['threads']}"
+    taken = [f"{part} {_mib(sizes[part + '_bytes'])}" for part in MEMORY_PARTS if part + "_bytes" in sizes]
     pool = f"{sizes['kv_blocks']} blocks of {settings.block_size} tokens = {_mib(sizes['kv_bytes'])}"
     return (
-        f"{settings.model} on the CPU, threads: {sizes['threads']}, weights {_mib(sizes['weights_bytes'])}, "
-        f"KV {sizes['kv_format']} {pool}, "
+        f"{settings.model} on {where}, {', '.join(taken)}, KV {sizes['kv_format']} {pool}, "
         f"CPU tier up to {sizes['cpu_tier_blocks']} blocks = {_mib(sizes['cpu_tier_bytes'])}"
     )
 
@@ -183,7 +208,7 @@ def _mib(size: str | int) -> str:
 
 
 def describe_model(
-    settings: EngineSettings, checkpoint: Path, model: ModelConfig, executor: CpuExecutor
+    settings: EngineSettings, checkpoint: Path, model: ModelConfig, executor: LoadedExecutor
 ) -> messages.ModelInfo:
     """What peers are told of the model and the pool."""
     max_model_len = settings.max_model_len or model.max_position_embeddings
@@ -195,7 +220,7 @@ def describe_model(
         max_model_len=max_model_len,
         max_request_tokens=min(max_model_len, capacity.num_gpu_blocks * settings.block_size),
         eos_token_ids=model.eos_token_ids,
-        device="cpu",
+        device="cuda" if "gpu" in executor.describe() else "cpu",
         kv_cache_dtype=executor.kv_format,
         kv_block_bytes=capacity.block_bytes,
         block_size=settings.block_size,

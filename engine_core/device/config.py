@@ -16,9 +16,8 @@ class ExecutorConfig:
 
     `num_gpu_blocks` None sizes the pool from free memory. `cpu_offload_bytes` 0 switches the CPU tier off.
     `load_format` "dummy" makes seeded random weights of the shape that config.json gives. `compute_dtype` "auto" is
-    the checkpoint's own (bf16 for four-bit checkpoints). `deterministic`: a request's tokens do not depend on what
-    else runs.
-    `num_threads` None leaves the thread count as it is.
+    the checkpoint's own; on the CPU bf16 for four-bit checkpoints, on a GPU bf16 for fp32 ones. `deterministic`: a
+    request's tokens do not depend on what else runs. `num_threads` None leaves the thread count as it is.
     """
 
     model_path: Path

@@ -1,0 +1,184 @@
+"""The forward pass of a decoder on the GPU, kernel by kernel, in memory set aside beforehand.
+
+Owns: the order of the kernels in a layer, the workspace. Does not know: requests, steps, CUDA graphs, how a linear
+multiplies (`cuda_linears`), or which attention a pass wants: that is a function that the caller passes in.
+
+The residual stream is fp32. What a layer adds to it is added by the norm that follows. Every call writes into the
+workspace and nowhere else, so that a pass can be captured in a graph, and passes must follow each other on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels import fused
+from ...kernels.pages import KVPages
+from .cuda_linears import CudaBuilder, CudaLinear, Scratch
+from .layers import DecoderLayer, rotary_table
+from .registry import ModelConfig
+from .weights import DecoderParts, TensorSource, load_parts
+
+Attend = Callable[[int, Tensor, Tensor], None]
+"""(layer, q [T, H, D], out [T, H*D]): attention of the pass's tokens, whose K and V are already in the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """The tokens of one pass, all int32 on the GPU.
+
+    `ids` [T], or previous[source[t]] where `source` [T] is not negative; `positions` [T], -1 for padding; `sequences`
+    [T]: each token's row in `block_tables` [S, max_blocks]; `previous` [P]: tokens that the step before sampled.
+    """
+
+    ids: Tensor
+    source: Tensor
+    positions: Tensor
+    sequences: Tensor
+    previous: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What a pass over T tokens leaves behind it, and what the next one writes over. W is ffn."""
+
+    residual: Tensor  # fp32 [T, N]
+    normed: Tensor  # [T, N]
+    qkv: Tensor  # [T, (H + 2G) * D]
+    q: Tensor  # [T, H, D]
+    attended: Tensor  # [T, H * D]
+    delta: Tensor  # [T, N], what the last layer adds to the residual
+    gated: Tensor  # [T, W]
+
+
+class Workspace:
+    """Memory for passes of up to `max_tokens` tokens with up to `max_rows` rows of logits."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        max_tokens: int,
+        max_rows: int,
+        scratch_elements: int,
+        device: str,
+    ) -> None:
+        self._config = config
+        self._residual = torch.empty(max_tokens, config.hidden_size, dtype=torch.float32, device=device)
+        self._flat = {
+            name: torch.empty(max_tokens * width, dtype=dtype, device=device) for name, width in _widths(config).items()
+        }
+        gate_up = torch.empty(max_tokens * 2 * config.intermediate_size, dtype=dtype, device=device)
+        self.scratch = Scratch(torch.empty(scratch_elements, dtype=dtype, device=device), gate_up)
+        self.head_input = torch.empty(max_rows, config.hidden_size, dtype=dtype, device=device)
+        self.logits = torch.empty(max_rows, config.vocab_size, dtype=torch.float32, device=device)
+
+    @staticmethod
+    def bytes_needed(config: ModelConfig, max_tokens: int, max_rows: int, scratch_elements: int) -> int:
+        """What a workspace of these sizes takes."""
+        token = 4 * config.hidden_size + 2 * (sum(_widths(config).values()) + 2 * config.intermediate_size)
+        row = 2 * config.hidden_size + 4 * config.vocab_size
+        return max_tokens * token + max_rows * row + 2 * scratch_elements
+
+    def activations(self, tokens: int) -> Activations:
+        """The memory of a pass over so many tokens: always the same place."""
+        parts = {name: self._flat[name][: tokens * width] for name, width in _widths(self._config).items()}
+        shaped = {name: part.view(tokens, -1) for name, part in parts.items() if name != "q"}
+        q = parts["q"].view(tokens, self._config.num_heads, self._config.head_dim)
+        return Activations(residual=self._residual[:tokens], q=q, **shaped)
+
+
+def _widths(config: ModelConfig) -> dict[str, int]:
+    """Elements a token of each of the activations in the compute dtype."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    return {
+        "normed": hidden,
+        "qkv": heads + 2 * config.num_kv_heads * config.head_dim,
+        "q": heads,
+        "attended": heads,
+        "delta": hidden,
+        "gated": config.intermediate_size,
+    }
+
+
+class CudaDecoder:
+    """A loaded model. `dtype`: fp16 or bf16, of matrices and activations."""
+
+    def __init__(
+        self, config: ModelConfig, parts: DecoderParts[CudaLinear, Tensor], dtype: torch.dtype, rotary: Tensor
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        self._embedding = parts.embedding
+        self._layers: list[DecoderLayer[CudaLinear]] = parts.layers
+        self._final_norm, self._head = parts.final_norm, parts.head
+        self._rotary = rotary
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights and tables on the GPU; a tied head counts once."""
+        head = 0 if self.config.tie_word_embeddings else self._head.nbytes
+        linears = sum(linear.nbytes for linear in self._linears())
+        norms = (2 * len(self._layers) + 1) * self._final_norm.nbytes
+        return self._embedding.nbytes + head + linears + norms + self._rotary.nbytes
+
+    @property
+    def scratch_elements(self) -> int:
+        """What the workspace's scratch must hold for the linears."""
+        return max((linear.scratch_elements for linear in self._linears()), default=0)
+
+    def _linears(self) -> list[CudaLinear]:
+        return [linear for x in self._layers for linear in (x.qkv, x.attention_out, x.gate_up, x.down)]
+
+    def forward(self, tokens: TokenInputs, pages: KVPages, attend: Attend, workspace: Workspace) -> Activations:
+        """Run the tokens through all layers; their K and V go into the pool."""
+        config, eps, scratch = self.config, self.config.rms_norm_eps, workspace.scratch
+        run = workspace.activations(len(tokens.ids))
+        fused.embed(tokens.ids, tokens.source, tokens.previous, self._embedding, run.residual)
+        delta: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            fused.rms_norm(run.residual, layer.input_norm, eps, run.normed, add=delta)
+            layer.qkv(run.normed, run.qkv, scratch)
+            fused.rope_and_write(
+                run.qkv,
+                layer.qkv.bias,
+                self._rotary,
+                tokens.positions,
+                tokens.sequences,
+                tokens.block_tables,
+                pages,
+                index,
+                config.num_heads,
+                run.q,
+            )
+            attend(index, run.q, run.attended)
+            _into_delta(layer.attention_out, run.attended, run.delta, scratch)
+            fused.rms_norm(run.residual, layer.mlp_norm, eps, run.normed, add=run.delta)
+            layer.gate_up.gated(run.normed, run.gated, scratch)
+            _into_delta(layer.down, run.gated, run.delta, scratch)
+            delta = run.delta
+        return run
+
+    def logits(self, run: Activations, rows: Tensor, workspace: Workspace) -> Tensor:
+        """fp32 [R, V] of the tokens `rows` int32 [R] of a pass; valid until the next call."""
+        normed = workspace.head_input[: len(rows)]
+        logits = workspace.logits[: len(rows)]
+        fused.rms_norm_rows(run.residual, self._final_norm, self.config.rms_norm_eps, rows, normed, add=run.delta)
+        self._head(normed, logits, workspace.scratch)
+        return logits
+
+
+def _into_delta(linear: CudaLinear, x: Tensor, delta: Tensor, scratch: Scratch) -> None:
+    linear(x, delta, scratch)
+    if linear.bias is not None:
+        delta.add_(linear.bias)
+
+
+def load_cuda_decoder(config: ModelConfig, source: TensorSource, dtype: torch.dtype, positions: int) -> CudaDecoder:
+    """Read all tensors onto the source's device. `positions`: length of the rotary table. Raises CheckpointError."""
+    parts = load_parts(config, source, CudaBuilder(dtype))
+    rotary = torch.view_as_real(rotary_table(config, positions)).contiguous().to(source.device)
+    return CudaDecoder(config, parts, dtype, rotary)

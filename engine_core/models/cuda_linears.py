@@ -1,0 +1,181 @@
+"""Linear layers on the GPU, and the builder that makes them.
+
+Owns: which kernel multiplies how many rows, and the scratch memory that all linears share.
+Does not know: files, names of tensors, what a linear is for.
+
+Outputs are passed in, so that every call can be captured in a CUDA graph. In a matrix of gate and up their rows take
+turns of 8: a kernel that has computed both finishes silu(gate) * up itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels import fused, w4
+from .layers import Int8Weight
+from .w4a16 import W4Weight
+
+GATE_UP_TURNS = 8
+W4_MOST_ROWS = 64  # above, dequantizing the matrix for cuBLAS is faster
+_SLICE_ELEMENTS = 16 << 20  # of a four-bit matrix, dequantized at once: 32 MiB stay in a large GPU's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory that one linear uses at a time, in the compute dtype: `dense` [elements], `gate_up` [tokens * 2 ffn]."""
+
+    dense: Tensor
+    gate_up: Tensor
+
+
+class CudaLinear(Protocol):
+    """y = x W^T for W [n, k] and x [m, k], both in the compute dtype. `bias` [n] is added unless the caller does."""
+
+    n: int
+    bias: Tensor | None
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def scratch_elements(self) -> int:
+        """What `Scratch.dense` must hold."""
+        ...
+
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """out [m, n] = x W^T, without the bias."""
+        ...
+
+    def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """out [m, n/2] = silu(gate) * up, for a matrix of gate and up, bias included."""
+        ...
+
+
+class DenseCudaLinear:
+    """A plain matrix. `out` may be fp32: then the products are not rounded."""
+
+    scratch_elements = 0
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.n, self.bias = len(weight), bias
+        self._weight = weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this layer keeps in memory."""
+        return self._weight.nbytes + _nbytes(self.bias)
+
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        if out.dtype is x.dtype:
+            torch.mm(x, self._weight.t(), out=out)
+        else:
+            torch.mm(x, self._weight.t(), out_dtype=out.dtype, out=out)
+
+    def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        _gate_apart(self, x, out, scratch)
+
+
+class W4CudaLinear:
+    """A four-bit matrix: multiplied as it is for few rows of x, dequantized in slices for many."""
+
+    def __init__(self, matrix: w4.W4Matrix, bias: Tensor | None) -> None:
+        self.n, self.bias = matrix.n, bias
+        self._matrix, self._slices = matrix, _slices(matrix)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this layer keeps in memory."""
+        return self._matrix.nbytes + _nbytes(self.bias)
+
+    @property
+    def scratch_elements(self) -> int:
+        """See CudaLinear."""
+        return max(part.n * part.k for part in self._slices)
+
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        if len(x) <= W4_MOST_ROWS:
+            w4.w4_linear(x, self._matrix, out)
+            return
+        column = 0
+        for part in self._slices:
+            dense = scratch.dense[: part.n * part.k].view(part.n, part.k)
+            w4.w4_dequantize(part, dense)
+            torch.mm(x, dense.t(), out=out[:, column : column + part.n])
+            column += part.n
+
+    def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        if len(x) <= W4_MOST_ROWS and self.bias is None:
+            w4.w4_linear(x, self._matrix, out, silu=True)
+        else:
+            _gate_apart(self, x, out, scratch)
+
+
+def _gate_apart(linear: CudaLinear, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+    """The product first, silu(gate) * up from there."""
+    gate_up = scratch.gate_up[: len(x) * linear.n].view(len(x), linear.n)
+    linear(x, gate_up, scratch)
+    if linear.bias is not None:
+        gate_up.add_(linear.bias)
+    fused.silu_multiply(gate_up, out)
+
+
+def _slices(matrix: w4.W4Matrix) -> Sequence[w4.W4Matrix]:
+    """The matrix in runs of rows that are dequantized at once."""
+    rows = max(1, _SLICE_ELEMENTS // (matrix.k * w4.PADDING)) * w4.PADDING
+    units = rows // w4.UNIT_ROWS
+    return [
+        replace(matrix, codes=codes, scales=scales, n=min(rows, matrix.n - rows * i))
+        for i, (codes, scales) in enumerate(zip(matrix.codes.split(units), matrix.scales.split(units), strict=True))
+    ]
+
+
+def _is_packable(weight: W4Weight) -> bool:
+    """Whether the kernels know this shape: groups of a power of two, or whole rows."""
+    columns, group = 2 * weight.qweight.shape[1], weight.group_size
+    return columns % 8 == 0 and (group == columns or (group >= w4.SMALLEST_GROUP and group & (group - 1) == 0))
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
+
+
+class CudaBuilder:
+    """See `weights.Builder`. Tensors arrive on the GPU already."""
+
+    turns: int | None = GATE_UP_TURNS
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def norm(self, weight: Tensor) -> Tensor:
+        """fp32 [N]."""
+        return weight
+
+    def linear(self, weight: Tensor | W4Weight, bias: Tensor | None) -> CudaLinear:
+        """Four-bit matrices stay so when the kernels know their groups, else they are dequantized."""
+        bias = None if bias is None else bias.to(self._dtype)
+        if isinstance(weight, W4Weight) and _is_packable(weight):
+            matrix = w4.pack_w4(weight.qweight, weight.scales, weight.mins, weight.qweight.device)
+            return W4CudaLinear(matrix, bias)
+        return DenseCudaLinear(self._plain(weight), bias)
+
+    def embedding(self, table: Tensor | Int8Weight) -> Tensor:
+        """The rows in the compute dtype [V, N]."""
+        return self._plain(table)
+
+    def head(self, matrix: Tensor | Int8Weight | W4Weight, norm: Tensor, tied: Tensor | None) -> CudaLinear:
+        """A plain matrix, the embedding's own memory when tied: logits want more than four bits."""
+        return DenseCudaLinear(self._plain(matrix) if tied is None else tied, None)
+
+    def _plain(self, matrix: Tensor | Int8Weight | W4Weight) -> Tensor:
+        dense = matrix if isinstance(matrix, Tensor) else matrix.dequantize()
+        return dense.to(self._dtype).contiguous()
