@@ -15,13 +15,16 @@ and K are padded to multiples of 64 by code 8 with s = z = 0, which is zero.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import ACTIVATIONS, check_tensor
 from .errors import KernelArgumentError
+from .loader import load
 
 UNIT_ROWS, UNIT_K = 16, 64
 PADDING = 64
@@ -120,3 +123,139 @@ def unpack_w4(matrix: W4Matrix) -> Tensor:
     group = torch.arange(matrix.k, device=codes.device) // matrix.group_size
     weights = (codes[: matrix.n, : matrix.k].float() - 8) * pairs[: matrix.n, group, 0] + pairs[: matrix.n, group, 1]
     return weights
+
+
+def w4_linear(
+    x: Tensor,
+    matrix: W4Matrix,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    silu: bool = False,
+    form: Form | None = None,
+) -> None:
+    """out [M, n] = x [M, k] W^T + bias [n], all in one activation type; with `silu`, out [M, n/2] = silu(gate) * up.
+
+    For `silu` the rows of the matrix are gate and up in turns of 8. Any M works; few are fast. Raises KernelArgumentError.
+    """
+    width = matrix.n // 2 if silu else matrix.n
+    if silu and matrix.n % UNIT_ROWS:
+        raise KernelArgumentError(f"n is {matrix.n}; gate and up in turns of 8 rows need a multiple of {UNIT_ROWS}")
+    check_tensor("x", x, ACTIVATIONS, (("M", None), ("k", matrix.k)))
+    tokens = x.shape[0]
+    check_tensor("out", out, x.dtype, (("M", tokens), ("n/2" if silu else "n", width)), alignment=2)
+    if bias is not None:
+        check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
+    if tokens:
+        _launch(form or _form(tokens, matrix), x, matrix, out, bias, silu)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the kernel divides its work; the macros of w4_linear.cu."""
+
+    token_tiles: int
+    row_tiles: int
+    warps: int
+    cluster: int
+    stages: int
+    blocks_per_sm: int
+    prefetch: int = 0  # bytes of each warp's weights that are asked into the L2 beyond the ring
+
+
+def _form(tokens: int, matrix: W4Matrix) -> Form:
+    token_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles or tiles == 8)
+    if token_tiles <= 2:
+        return Form(token_tiles, 1, 8, 1, 3, 2)
+    return Form(token_tiles, 1, 4, 1, 2, 2)
+
+
+def _launch(form: Form, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
+    tokens, units = x.shape[0], matrix.codes.shape[1]
+    step_units = 2 if matrix.group_size % (2 * UNIT_K) == 0 and units % 2 == 0 else 1
+    step_scales = 2 if matrix.group_size == SMALLEST_GROUP else 1
+    slice_steps = -(-(units // step_units) // (form.cluster * form.warps))
+    rows_at_once = UNIT_ROWS * form.row_tiles
+    row_blocks = -(-matrix.n // rows_at_once)
+    chunk, shared = _chunk(form, tokens, step_units, step_scales, slice_steps)
+    kernel = load(
+        "w4_linear",
+        ACTIVATION_BF16=int(x.dtype == torch.bfloat16),
+        TOKEN_TILES=form.token_tiles,
+        ROW_TILES=form.row_tiles,
+        WARPS=form.warps,
+        CLUSTER=form.cluster,
+        STAGES=form.stages,
+        STEP_UNITS=step_units,
+        STEP_SCALES=step_scales,
+    )
+    blocks = min(row_blocks, form.blocks_per_sm * _num_sms() // form.cluster) * form.cluster
+    step_bytes = form.row_tiles * step_units * 512
+    kernel.launch(
+        (blocks, -(-tokens // (8 * form.token_tiles))),
+        form.warps * 32,
+        (
+            x,
+            matrix.codes,
+            matrix.scales,
+            bias,
+            out,
+            tokens,
+            matrix.n,
+            matrix.k,
+            units,
+            matrix.scales.shape[1],
+            _group_shift(matrix),
+            int(silu),
+            chunk,
+            form.prefetch // step_bytes,
+        ),
+        shared,
+    )
+
+
+def _group_shift(matrix: W4Matrix) -> int:
+    """A column's group is its index shifted right by this."""
+    return 31 if matrix.scales.shape[1] == 1 else matrix.group_size.bit_length() - 1
+
+
+def _chunk(form: Form, tokens: int, step_units: int, step_scales: int, slice_steps: int) -> tuple[int, int]:
+    """How many steps of x a warp holds at once, and a block's bytes of shared memory."""
+    stage = form.row_tiles * (step_units * 512 + step_scales * 64)
+    sums = form.row_tiles * form.token_tiles * 32
+    fixed = form.warps * (form.stages * stage + (2 if sums <= 128 else 1) * sums * 16)
+    rows = min(tokens, 8 * form.token_tiles)
+
+    def shared(chunk: int) -> int:
+        row = chunk * step_units * UNIT_K + 8
+        return fixed + form.warps * (rows * row * 2 + chunk * step_scales * 8 * form.token_tiles * 4)
+
+    limit = _shared_limit()
+    fitting = max((chunk for chunk in range(1, slice_steps + 1) if shared(chunk) <= limit), default=0)
+    if not fitting:
+        raise KernelArgumentError(
+            f"{form} with {tokens} tokens needs {shared(1)} bytes of shared memory; limit {limit}"
+        )
+    chunk = -(-slice_steps // -(-slice_steps // fitting))
+    return chunk, shared(chunk)
+
+
+@functools.cache
+def _num_sms() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+@functools.cache
+def _shared_limit() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+
+
+def w4_dequantize(matrix: W4Matrix, out: Tensor) -> None:
+    """The weights into out [n, k], fp16 or bf16, rounded once; rows stay in the packed order."""
+    check_tensor("out", out, ACTIVATIONS, (("n", matrix.n), ("k", matrix.k)))
+    tiles, units = matrix.codes.shape[:2]
+    load("w4_dequantize", ACTIVATION_BF16=int(out.dtype == torch.bfloat16)).launch(
+        (-(-units // 8), tiles),
+        256,
+        (matrix.codes, matrix.scales, out, matrix.n, matrix.k, units, matrix.scales.shape[1], _group_shift(matrix)),
+    )

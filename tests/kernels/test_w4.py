@@ -1,0 +1,206 @@
+"""Four-bit matrices: packing on any device, and their products on a GPU against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from coldblock.kernels.errors import KernelArgumentError
+from coldblock.kernels.w4 import W4Matrix, pack_w4, unpack_w4, w4_dequantize, w4_linear
+from torch import Tensor
+
+TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65, 130)
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+SHAPES = [
+    (64, 128, 32),
+    (80, 96, 32),
+    (48, 72, 72),
+    (33, 64, 64),
+    (128, 256, 128),
+    (17, 192, 64),
+    (80, 2056, 2056),
+    (200, 768, 256),
+    (176, 5504, 128),
+    (2560, 2048, 128),
+]
+
+
+def random_matrix(n: int, k: int, group_size: int, device: str = "cpu", symmetric: bool = False) -> W4Matrix:
+    qweight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+    scales = torch.rand(n, k // group_size, device=device).half() * 0.02
+    mins = -8 * scales.float() if symmetric else -torch.rand(n, k // group_size, device=device) * 0.2
+    return pack_w4(qweight, scales, mins, device)
+
+
+def apply_silu(gate_up: Tensor) -> Tensor:
+    turns = gate_up.unflatten(-1, (-1, 2, 8))
+    return (F.silu(turns[..., 0, :]) * turns[..., 1, :]).flatten(-2)
+
+
+def assert_rounded(out: Tensor, wanted: Tensor, magnitude: Tensor) -> None:
+    """`out` is the fp64 `wanted`, rounded once, but for fp32 sums of terms that add up to `magnitude`."""
+    allowed = ROUNDING[out.dtype] * wanted.abs() + 2.0**-19 * magnitude + 1e-7
+    excess = (out.double() - wanted).abs() - allowed
+    assert excess.max() <= 0, f"{(out.double() - wanted).abs().max()} off, {(excess > 0).sum()} of {out.numel()}"
+    assert F.cosine_similarity(out.double().flatten(), wanted.flatten(), dim=0) > 0.9999
+
+
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
+def test_packing_keeps_every_weight(n: int, k: int, group_size: int) -> None:
+    torch.manual_seed(0)
+    qweight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    scales, mins = torch.rand(n, k // group_size).half(), -torch.rand(n, k // group_size).half()
+    matrix = pack_w4(qweight, scales, mins, "cpu")
+    codes = torch.stack((qweight & 15, qweight >> 4), -1).view(n, k).float()
+    zeros = (mins.float() + 8 * scales.float()).half().float()
+    each = [x.float().repeat_interleave(group_size, 1) for x in (scales, zeros)]
+    assert torch.equal(unpack_w4(matrix), (codes - 8) * each[0] + each[1])
+    assert matrix.codes.shape[0] % 4 == 0 and matrix.nbytes >= n * k // 2
+
+
+def test_packing_puts_nibbles_where_the_tensor_core_wants_them() -> None:
+    torch.manual_seed(0)
+    qweight = torch.randint(0, 256, (64, 64), dtype=torch.uint8)
+    words = pack_w4(qweight, torch.ones(64, 4), torch.zeros(64, 4), "cpu").codes
+    codes = torch.stack((qweight & 15, qweight >> 4), -1).view(64, 128)
+    tile, unit, g, t, j = 2, 1, 5, 3, 2
+    word, k = int(words[tile, unit, 4 * g + t, j]), 64 * unit + 16 * j + 2 * t
+    places = [(g, k), (g + 8, k), (g, k + 8), (g + 8, k + 8)]
+    wanted = [int(codes[16 * tile + row, column + odd]) for odd in (0, 1) for row, column in places]
+    assert [(word >> 4 * i) & 15 for i in range(8)] == wanted
+
+
+def test_packing_refuses() -> None:
+    qweight = torch.zeros(64, 64, dtype=torch.uint8)
+    ones = torch.ones(64, 4)
+    with pytest.raises(KernelArgumentError, match="uint8"):
+        pack_w4(qweight.int(), ones, ones, "cpu")
+    with pytest.raises(KernelArgumentError, match="do not fit"):
+        pack_w4(qweight, ones, ones[:32], "cpu")
+    with pytest.raises(KernelArgumentError, match="groups of 32"):
+        pack_w4(qweight, torch.ones(64, 8), torch.ones(64, 8), "cpu")
+    with pytest.raises(KernelArgumentError, match="fp16"):
+        pack_w4(qweight, ones * 1e6, ones, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
+def test_linear(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(n + k)
+    matrix = random_matrix(n, k, group_size, "cuda", symmetric=n % 3 == 0)
+    weights = unpack_w4(matrix).double()
+    for tokens in TOKENS:
+        x = torch.randn(tokens, k, device="cuda").to(dtype)
+        bias = torch.randn(n, device="cuda").to(dtype) if tokens % 2 else None
+        wanted = x.double() @ weights.T + (0 if bias is None else bias.double())
+        magnitude = x.double().abs() @ (weights.abs() + 0.2).T
+        out = torch.full((tokens, n), torch.nan, device="cuda", dtype=dtype)
+        w4_linear(x, matrix, out, bias=bias)
+        assert_rounded(out, wanted, magnitude)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_silu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(1424, 512, 128, "cuda")
+    weights = unpack_w4(matrix).double()
+    for tokens in (1, 5, 16, 33, 64):
+        x = torch.randn(tokens, 512, device="cuda").to(dtype)
+        out = torch.full((tokens, 712), torch.nan, device="cuda", dtype=dtype)
+        w4_linear(x, matrix, out, silu=True)
+        gate_up = x.double() @ weights.T
+        assert_rounded(out, apply_silu(gate_up), 16 * gate_up.unflatten(-1, (-1, 2, 8)).abs().amax(-2).flatten(-2) ** 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [6e-8, 1e-4, 100.0, 60000.0])
+def test_extreme_scales(scale: float) -> None:
+    torch.manual_seed(0)
+    qweight = torch.randint(0, 256, (64, 128), dtype=torch.uint8, device="cuda")
+    scales = torch.full((64, 2), scale, device="cuda")
+    matrix = pack_w4(qweight, scales, -8 * scales, "cuda")
+    x = torch.randn(4, 256, device="cuda").to(torch.bfloat16)
+    out = torch.full((4, 64), torch.nan, device="cuda", dtype=torch.bfloat16)
+    w4_linear(x, matrix, out)
+    weights = unpack_w4(matrix).double()
+    assert_rounded(out, x.double() @ weights.T, x.double().abs() @ weights.abs().T)
+
+
+@pytest.mark.gpu
+def test_a_token_does_not_depend_on_its_company() -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(2048, 2048, 128, "cuda")
+    x = torch.randn(16, 2048, device="cuda").half()
+
+    def product(rows: Tensor) -> Tensor:
+        out = torch.full((len(rows), 2048), torch.nan, device="cuda", dtype=torch.float16)
+        w4_linear(rows, matrix, out)
+        return out
+
+    together = product(x)
+    for tokens in (1, 2, 5, 8, 9):
+        assert torch.equal(product(x[:tokens].contiguous()), together[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_graph_of_dependent_linears(tokens: int) -> None:
+    torch.manual_seed(0)
+    first, second = random_matrix(1024, 2048, 128, "cuda"), random_matrix(2048, 512, 128, "cuda")
+    start = torch.randn(tokens, 2048, device="cuda").half()
+    x, hidden = start.clone(), torch.empty(tokens, 512, device="cuda", dtype=torch.float16)
+
+    def layers() -> None:
+        for _ in range(8):
+            w4_linear(x, first, hidden, silu=True)
+            w4_linear(hidden, second, x)
+            x.div_(x.abs().amax())
+
+    layers()
+    wanted = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers()
+    for _ in range(3):
+        x.copy_(start)
+        hidden.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(x, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
+def test_dequantize(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(n, k, group_size, "cuda")
+    out = torch.full((n, k), torch.nan, device="cuda", dtype=dtype)
+    w4_dequantize(matrix, out)
+    torch.testing.assert_close(out, unpack_w4(matrix).to(dtype), rtol=2 * ROUNDING[dtype], atol=0)
+
+
+@pytest.mark.gpu
+def test_packing_on_the_gpu_equals_packing_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    qweight = torch.randint(0, 256, (70, 160), dtype=torch.uint8)
+    scales, mins = torch.rand(70, 10), -torch.rand(70, 10)
+    on_cpu = pack_w4(qweight, scales, mins, "cuda")
+    on_gpu = pack_w4(qweight.cuda(), scales.cuda(), mins.cuda(), "cuda")
+    assert torch.equal(on_cpu.codes, on_gpu.codes) and torch.equal(on_cpu.scales, on_gpu.scales)
+
+
+@pytest.mark.gpu
+def test_refuses() -> None:
+    matrix = random_matrix(40, 128, 128, "cuda")
+    x = torch.zeros(2, 128, device="cuda", dtype=torch.float16)
+    out = torch.zeros(2, 40, device="cuda", dtype=torch.float16)
+    with pytest.raises(KernelArgumentError, match="k=128"):
+        w4_linear(x[:, :64].contiguous(), matrix, out)
+    with pytest.raises(KernelArgumentError, match="turns of 8"):
+        w4_linear(x, matrix, out, silu=True)
+    with pytest.raises(KernelArgumentError, match="out is"):
+        w4_linear(x, matrix, out.bfloat16())
+    with pytest.raises(KernelArgumentError, match="bias"):
+        w4_linear(x, matrix, out, bias=torch.zeros(41, device="cuda", dtype=torch.float16))
