@@ -1,5 +1,8 @@
 """The step loop: commands in, one plan run, updates out.
 
+Where the executor works ahead, the next plan is made and begun before the step in flight is completed, so that the
+device goes from one step to the next without waiting for the host.
+
 Owns: the order of a step, and the end of the engine. Does not know: sockets (`ipc`), tensors (behind `Executor`), or
 why a plan is what it is (`control`).
 """
@@ -36,12 +39,14 @@ class Port(Protocol):
 
 
 class StepMeter(Protocol):
-    """Told about every step, for the metrics."""
+    """Told about everything that the metrics count."""
 
     def arrived(self, request_id: str, now: float) -> None: ...
 
-    def stepped(self, updates: list[Update], seconds: float, executor_s: float, now: float) -> None:
-        """A step took `seconds`, `executor_s` of them in the executor."""
+    def updated(self, updates: list[Update], now: float) -> None: ...
+
+    def stepped(self, seconds: float, executor_s: float) -> None:
+        """A turn of the loop that completed a step took `seconds`; the executor spent `executor_s` on the step."""
 
 
 class Engine:
@@ -61,6 +66,7 @@ class Engine:
         self.meter = meter
         self.clock = clock
         self.turned_at = clock()
+        self._in_flight = 0  # steps begun and not completed
         self._reported_at = 0.0
         self._stop_at: float | None = None
 
@@ -77,22 +83,24 @@ class Engine:
         self.port.updates(self.scheduler.drain())
 
     def step(self) -> bool:
-        """Plan, run, apply, tell. False when there was nothing to run."""
+        """Begin the next step, complete the oldest unless it may stay in flight, tell. False: nothing was to do."""
         started = self.clock()
-        executor_s = 0.0
+        result = None
         plan = self.scheduler.plan()
         if plan is not None:
             self.executor.begin_step(plan)
+            self._in_flight += 1
+        if self._in_flight > (0 if plan is None else self.executor.steps_ahead):
             result = self.executor.complete_step()
+            self._in_flight -= 1
             self.scheduler.apply(result)
-            executor_s = result.seconds
         updates = self.scheduler.drain()
         if updates:
             self.port.updates(updates)
-        if plan is not None or updates:
-            now = self.clock()
-            self.meter.stepped(updates, now - started, executor_s, now)
-        return plan is not None
+            self.meter.updated(updates, self.clock())
+        if result is not None:
+            self.meter.stepped(self.clock() - started, result.seconds)
+        return plan is not None or result is not None
 
     def _obey(self, command: Command) -> None:
         match command:

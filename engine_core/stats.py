@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -40,10 +41,10 @@ class Histogram:
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.buckets) + 1)
 
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.buckets, value)] += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value that was seen so many times."""
+        self.counts[bisect_left(self.buckets, value)] += times
+        self.sum += value * times
 
 
 @dataclass
@@ -91,28 +92,32 @@ class EngineStats:
         """A request was taken."""
         self._live[request_id] = _Clocked(now)
 
-    def stepped(self, updates: list[Update], seconds: float, executor_s: float, now: float) -> None:
-        """A step ended with these updates after `seconds`, `executor_s` of them in the executor."""
+    def stepped(self, seconds: float, executor_s: float) -> None:
+        """A step was completed in a turn of `seconds`. The executor spent `executor_s` on it, maybe since before."""
         self.step.observe(seconds)
-        self.bookkeeping.observe(seconds - executor_s)
+        self.bookkeeping.observe(max(0.0, seconds - executor_s))
         self._step_s = seconds if not self._step_s else 0.9 * self._step_s + 0.1 * seconds
+
+    def updated(self, updates: list[Update], now: float) -> None:
+        """These updates went out. Most tokens of a step have the time of the token before in common."""
+        times_before = []
         for update in updates:
             match update:
-                case TokenUpdate():
-                    self._token(update.request_id, now)
+                case TokenUpdate(request_id):
+                    clocked = self._live[request_id]
+                    if clocked.token_at is None:
+                        self.ttft.observe(now - clocked.arrived_at)
+                        self._rate.count(now)
+                    else:
+                        times_before.append(clocked.token_at)
+                    clocked.token_at = now
                 case FinishedUpdate():
                     self._finished(update, now)
                 case SwapUpdate():
                     self._swapped(update)
-
-    def _token(self, request_id: str, now: float) -> None:
-        self._rate.count(now)
-        clocked = self._live[request_id]
-        if clocked.token_at is None:
-            self.ttft.observe(now - clocked.arrived_at)
-        else:
-            self.itl.observe(now - clocked.token_at)
-        clocked.token_at = now
+        for before, tokens in Counter(times_before).items():
+            self.itl.observe(now - before, tokens)
+            self._rate.count(now, tokens)
 
     def _finished(self, update: FinishedUpdate, now: float) -> None:
         clocked = self._live.pop(update.request_id)
@@ -232,9 +237,9 @@ class _Rate:
         self._count = 0
         self._last = 0.0
 
-    def count(self, now: float) -> None:
+    def count(self, now: float, tokens: int = 1) -> None:
         self._turn(now)
-        self._count += 1
+        self._count += tokens
 
     def per_second(self, now: float) -> float:
         self._turn(now)

@@ -35,7 +35,7 @@ def endless_engine(clock: Clock, commands: dict[int, Command]) -> Engine:
     scheduler.has_work.return_value = True
     scheduler.requests.return_value = scheduler.drain.return_value = []
     port.take.side_effect = take
-    executor: Any = MagicMock()
+    executor: Any = MagicMock(steps_ahead=0)
     return Engine(scheduler, executor, port, MagicMock(), clock)
 
 

@@ -3,13 +3,15 @@
 A slot holds (token, fingerprint of the whole prefix up to it). The next token is a function of the prefix alone, so
 `expected_tokens` knows a request's text without any scheduler, and one lost, doubled or foreign token changes all that
 follows. Copies may take any number of steps, end in any order, and fail; content moves when a copy ends, so whoever
-touches its blocks too early is caught.
+touches its blocks too early is caught. With `steps_ahead` 1 a step's result is withheld until the next one has begun,
+and a chunk may run the token that only the executor knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from coldblock.engine_core.control.plan import (
     BlockMove,
@@ -34,16 +36,26 @@ def next_token(prefix_fingerprint: int, vocab_size: int, banned: Collection[int]
     return token
 
 
-def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
-    """The first `count` tokens of the answer to `prompt`, if nothing ends it earlier."""
-    fingerprint = 0
-    for token in prompt:
+def expected_tokens(
+    prompt: Sequence[int], count: int, vocab_size: int, end_tokens: Collection[int] = (), min_tokens: int = 0
+) -> list[int]:
+    """The answer to `prompt`: at most `count` tokens, up to the first end token after `min_tokens` others."""
+    fingerprint = fingerprint_of(prompt)
+    answer: list[int] = []
+    while len(answer) < count:
+        token = next_token(fingerprint, vocab_size, end_tokens if len(answer) < min_tokens else ())
+        if token in end_tokens:
+            break
+        answer.append(token)
         fingerprint = hash((fingerprint, token))
-    answer = []
-    for _ in range(count):
-        answer.append(next_token(fingerprint, vocab_size))
-        fingerprint = hash((fingerprint, answer[-1]))
     return answer
+
+
+def fingerprint_of(tokens: Iterable[int]) -> int:
+    fingerprint = 0
+    for token in tokens:
+        fingerprint = hash((fingerprint, token))
+    return fingerprint
 
 
 @dataclass
@@ -65,10 +77,12 @@ class FakeExecutor:
         block_size: int,
         vocab_size: int,
         *,
+        steps_ahead: int = 0,
         delay: Callable[[BlockMove], int] = lambda move: 0,
         fails: Callable[[BlockMove], bool] = lambda move: False,
     ) -> None:
         self.capacity = capacity
+        self.steps_ahead = steps_ahead
         self.failing: set[str] = set()
         self.plans: list[StepPlan] = []
         self._block_size = block_size
@@ -78,10 +92,11 @@ class FakeExecutor:
         self._gpu: list[Block] = [[None] * block_size for _ in range(capacity.num_gpu_blocks)]
         self._cpu: list[Block] = [[None] * block_size for _ in range(capacity.num_cpu_blocks)]
         self._copies: dict[int, Copy] = {}
-        self._result: StepResult | None = None
+        self._results: deque[StepResult] = deque()
+        self._previous: dict[str, int] = {}  # what the last step sampled, failed requests included
 
     def begin_step(self, plan: StepPlan) -> None:
-        assert self._result is None, "the step before has not been completed"
+        assert len(self._results) <= self.steps_ahead, "the step before has not been completed"
         assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks), "two chunks of one request"
         self.plans.append(plan)
         for move in plan.moves:
@@ -90,30 +105,28 @@ class FakeExecutor:
         written = [block for chunk in plan.chunks for block in self._written_blocks(chunk)]
         read = {block for chunk in plan.chunks for block in chunk.block_table[: chunk.start // self._block_size]}
         assert len(set(written)) == len(written) and not read & set(written), "a block is written and shared"
-        tokens, failed = {}, {}
-        for chunk in plan.chunks:
-            token = self._run(chunk)
-            if chunk.request_id in self.failing:
-                failed[chunk.request_id] = "logits are not finite"
-            elif token is not None:
-                tokens[chunk.request_id] = token
-        self._result = StepResult(plan.step, tokens, failed, self._end_copies(), COPY_SECONDS)
+        sampled = {chunk.request_id: self._run(chunk) for chunk in plan.chunks}
+        self._previous = {request_id: token for request_id, token in sampled.items() if token is not None}
+        failed = {request_id: "logits are not finite" for request_id in sampled if request_id in self.failing}
+        tokens = {request_id: SampledToken(token) for request_id, token in self._previous.items()}
+        for request_id in failed:
+            tokens.pop(request_id, None)
+        self._results.append(StepResult(plan.step, tokens, failed, (), COPY_SECONDS))
 
     def complete_step(self) -> StepResult:
-        assert self._result is not None, "no step has begun"
-        result, self._result = self._result, None
-        return result
+        assert self._results, "no step has begun"
+        return replace(self._results.popleft(), moves_done=self._end_copies())
 
     def close(self) -> None:
         self._copies.clear()
 
-    def _written_blocks(self, chunk: Chunk) -> tuple[int, ...]:
+    def _written_blocks(self, chunk: Chunk) -> Sequence[int]:
         return chunk.block_table[chunk.start // self._block_size :]
 
-    def _run(self, chunk: Chunk) -> SampledToken | None:
+    def _run(self, chunk: Chunk) -> int | None:
         """Check that the pages hold one unbroken prefix, write the chunk's slots, and sample when asked to."""
         size = self._block_size
-        end = chunk.start + len(chunk.token_ids)
+        end = chunk.start + chunk.num_tokens
         assert len(chunk.block_table) == -(-end // size), f"{chunk} covers {len(chunk.block_table)} blocks"
         assert len(set(chunk.block_table)) == len(chunk.block_table), f"{chunk} names a block twice"
         arriving = self._blocks_of(Direction.IN)
@@ -125,12 +138,24 @@ class FakeExecutor:
             slot = self._gpu[chunk.block_table[position // size]][position % size]
             assert slot is not None and slot[1] == hash((fingerprint, slot[0])), f"{chunk}: foreign KV at {position}"
             fingerprint = slot[1]
-        for position, token in enumerate(chunk.token_ids, start=chunk.start):
+        for position, token in enumerate(self._tokens(chunk), start=chunk.start):
             fingerprint = hash((fingerprint, token))
             self._gpu[chunk.block_table[position // size]][position % size] = (token, fingerprint)
         if chunk.sample is None:
             return None
-        return SampledToken(next_token(fingerprint, self._vocab_size, chunk.sample.banned))
+        history = chunk.sample.history
+        assert history is None or fingerprint_of(history) == fingerprint, f"{chunk} knows another history"
+        return next_token(fingerprint, self._vocab_size, chunk.sample.banned)
+
+    def _tokens(self, chunk: Chunk) -> Sequence[int]:
+        """The chunk's tokens; one that the step before sampled is asked for only while nobody else can know it."""
+        if not chunk.from_previous:
+            assert chunk.token_ids, f"{chunk} is empty"
+            return chunk.token_ids
+        assert self._results, f"{chunk}: the result of the step before is known"
+        assert not chunk.token_ids and chunk.request_id in self._previous, f"{chunk} has no token in the step before"
+        assert chunk.sample is not None and chunk.sample.history is None, f"{chunk} does not know its history"
+        return [self._previous[chunk.request_id]]
 
     def _blocks_of(self, direction: Direction) -> set[int]:
         copies = self._copies.values()

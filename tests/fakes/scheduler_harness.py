@@ -48,21 +48,32 @@ class Clock:
 
 
 class Harness:
-    """Runs a scheduler against a `FakeExecutor`, keeps its updates by request, and knows what each text must be."""
+    """Runs a scheduler against a `FakeExecutor`, keeps its updates by request, and knows what each text must be.
+
+    `steps_ahead` is the executor's: with 1, what a step brings is seen one `step` later.
+    """
+
+    steps_ahead = 0
 
     def __init__(
         self,
         *,
+        steps_ahead: int | None = None,
         delay: Callable[[BlockMove], int] = lambda move: 0,
         fails: Callable[[BlockMove], bool] = lambda move: False,
         **changes: object,
     ) -> None:
+        if steps_ahead is not None:
+            self.steps_ahead = steps_ahead
         self.config = config(**changes)
         self.clock = Clock()
         self.scheduler = Scheduler(self.config, self.clock)
         capacity = Capacity(self.config.num_gpu_blocks, self.config.num_cpu_blocks, self.config.block_bytes)
-        self.executor = FakeExecutor(capacity, self.config.block_size, VOCAB, delay=delay, fails=fails)
-        self.prompts: dict[str, list[int]] = {}
+        self.executor = FakeExecutor(
+            capacity, self.config.block_size, VOCAB, steps_ahead=self.steps_ahead, delay=delay, fails=fails
+        )
+        self.in_flight = 0
+        self.asked: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, FinishedUpdate] = {}
         self.swaps: list[SwapUpdate] = []
@@ -72,20 +83,25 @@ class Harness:
     ) -> None:
         asked = Sampling(**{"max_tokens": max_tokens, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
         self.scheduler.add(request_id, prompt, asked, priority)
-        self.prompts[request_id] = list(prompt)
+        self.asked[request_id] = self.request(request_id)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
         self.collect(self.scheduler.drain())
 
     def step(self) -> StepPlan | None:
-        """One turn of the step loop; None when the scheduler had nothing to do."""
+        """One turn of the step loop. None when the scheduler planned nothing; then nothing is left in flight."""
         self.clock.now += 0.01
         plan = self.scheduler.plan()
         check_invariants(self.scheduler)
         if plan is not None:
             self.executor.begin_step(plan)
+            self.in_flight += 1
+        elif not self.in_flight:
+            assert not self.scheduler.has_work(), f"work, but no plan: {self.scheduler.requests()}"
+        if self.in_flight > (self.steps_ahead if plan is not None else 0):
             self.scheduler.apply(self.executor.complete_step())
+            self.in_flight -= 1
         self.collect(self.scheduler.drain())
         check_invariants(self.scheduler)
         return plan
@@ -95,7 +111,7 @@ class Harness:
         for _ in range(max_steps):
             if not self.scheduler.has_work():
                 break
-            assert self.step() is not None, f"work, but no plan: {self.scheduler.requests()}"
+            self.step()
         assert not self.scheduler.has_work(), f"not finished after {max_steps} steps: {self.scheduler.requests()}"
         self.check_drained()
 
@@ -121,14 +137,24 @@ class Harness:
         gpu, cpu = self.scheduler.gpu_use(), self.scheduler.cpu_use()
         assert (gpu.used, gpu.in_flight, gpu.free + gpu.cached) == (0, 0, gpu.total)
         assert (cpu.used, cpu.in_flight, cpu.free) == (0, 0, cpu.total)
-        assert self.scheduler.requests() == [] and self.finished.keys() == self.prompts.keys()
-        for request_id, update in self.finished.items():
-            self.check_text(request_id)
-            assert update.completion_tokens == len(self.tokens[request_id])
+        assert self.scheduler.requests() == [] and self.finished.keys() == self.asked.keys()
+        for request_id in self.finished:
+            self.check_end(request_id)
 
-    def check_text(self, request_id: str) -> None:
-        tokens = self.tokens[request_id]
-        assert tokens == expected_tokens(self.prompts[request_id], len(tokens), VOCAB)
+    def check_end(self, request_id: str) -> None:
+        """Compare a finished request with what its prompt and sampling alone determine."""
+        tokens, end, asked = self.tokens[request_id], self.finished[request_id], self.asked[request_id]
+        prompt, ends = asked.tokens[: asked.prompt_length], asked.end_tokens
+        answer = expected_tokens(prompt, asked.max_tokens, VOCAB, ends, asked.sampling.min_tokens)
+        assert tokens == answer[: len(tokens)] and end.completion_tokens == len(tokens)
+        if end.reason in ("stop", "length"):
+            assert tokens == answer and end.reason == ("length" if len(answer) == asked.max_tokens else "stop")
+
+    def forget(self, request_id: str) -> None:
+        """Check a finished request, and let its id be used anew."""
+        self.check_end(request_id)
+        del self.asked[request_id], self.finished[request_id]
+        self.tokens.pop(request_id, None)
 
     def request(self, request_id: str) -> Request:
         return self.scheduler._requests[request_id]
@@ -165,3 +191,18 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert all((request.swap is not None) == (request.request_id in scheduler._swapped) for request in live)
     in_sets = [*scheduler._waiting, *scheduler._running.values(), *scheduler._swapped.values()]
     assert sorted(r.request_id for r in in_sets) == sorted(scheduler._requests)
+    check_steps_in_flight(scheduler)
+
+
+def check_steps_in_flight(scheduler: Scheduler) -> None:
+    """What a request is ahead of its known tokens is what the steps in flight do for it, and no more."""
+    size = scheduler.config.block_size
+    for request in scheduler._requests.values():
+        chunks = [chunk for step in scheduler._in_flight for r, chunk in step if r is request]
+        assert request.num_tokens - len(request.tokens) == sum(chunk.sample is not None for chunk in chunks)
+        assert request.num_tokens - request.prompt_length <= request.max_tokens, "it goes on behind its end"
+        assert not chunks or request.state not in (State.SWAPPED, State.SWAPPING_IN)
+        if request.request_id in scheduler._running:
+            applied = request.computed_tokens - sum(chunk.num_tokens for chunk in chunks)
+            assert 0 <= request.indexed_blocks * size <= applied, "blocks are offered before they are computed"
+            assert request.remaining == 1 or request.state is State.PREFILL

@@ -9,12 +9,14 @@ from coldblock.engine_core.control.updates import FinishedUpdate, TokenUpdate
 from fake_executor import expected_tokens
 from scheduler_harness import EOS, VOCAB, Harness
 
+pytestmark = pytest.mark.usefixtures("steps_ahead")
+
 
 def chunks(harness: Harness) -> list[tuple[str, int, int]]:
     """One step's chunks as (request, start, tokens)."""
     plan = harness.step()
     assert plan is not None
-    return [(chunk.request_id, chunk.start, len(chunk.token_ids)) for chunk in plan.chunks]
+    return [(chunk.request_id, chunk.start, chunk.num_tokens) for chunk in plan.chunks]
 
 
 def test_nothing_to_do_is_no_plan() -> None:
@@ -29,8 +31,8 @@ def test_a_prompt_runs_in_chunks_and_its_last_chunk_samples() -> None:
     assert [chunks(harness) for _ in range(4)] == [[("a", 0, 32)], [("a", 32, 32)], [("a", 64, 6)], [("a", 70, 1)]]
     samples = [plan.chunks[0].sample is not None for plan in harness.executor.plans]
     assert samples == [False, False, True, True]
-    assert harness.finished["a"].reason == "length"
-    harness.check_drained()
+    harness.run()
+    assert harness.finished["a"].reason == "length" and len(harness.executor.plans) == 4
 
 
 def test_decodes_come_first_then_continued_prefills_then_new_ones_within_the_budget() -> None:
@@ -98,11 +100,12 @@ def test_penalties_bring_the_history_and_others_do_not() -> None:
     harness.add("plain", range(5), 2)
     harness.add("penalized", range(6), 2, repetition_penalty=1.1)
     harness.run()
-    plain, penalized = harness.executor.plans[1].chunks
-    assert plain.sample is not None and plain.sample.history is None
-    assert penalized.sample is not None and penalized.sample.history is not None
-    assert tuple(penalized.sample.history) == (*range(6), harness.tokens["penalized"][0])
-    assert (penalized.sample.output_index, penalized.sample.prompt_length) == (1, 6)
+    chunks = [chunk for plan in harness.executor.plans for chunk in plan.chunks]
+    plain, penalized = ([c.sample for c in chunks if c.request_id == name][1] for name in ("plain", "penalized"))
+    assert plain is not None and plain.history is None
+    assert penalized is not None and penalized.history is not None
+    assert tuple(penalized.history) == (*range(6), harness.tokens["penalized"][0])
+    assert (penalized.output_index, penalized.prompt_length) == (1, 6)
 
 
 def test_seeds_are_kept_or_drawn_reproducibly() -> None:
@@ -115,7 +118,7 @@ def test_seeds_are_kept_or_drawn_reproducibly() -> None:
     assert drawn[0] == drawn[1] and drawn[0][0] == 42
 
 
-def test_a_failed_request_ends_alone() -> None:
+def test_a_failed_request_ends_alone(steps_ahead: int) -> None:
     harness = Harness()
     for name in ("good", "bad"):
         harness.add(name, range(20), 6)
@@ -123,7 +126,7 @@ def test_a_failed_request_ends_alone() -> None:
     harness.executor.failing.add("bad")
     harness.run()
     bad = harness.finished["bad"]
-    assert (bad.reason, bad.error, bad.completion_tokens) == ("error", "logits are not finite", 2)
+    assert (bad.reason, bad.error, bad.completion_tokens) == ("error", "logits are not finite", 2 + steps_ahead)
     assert harness.finished["good"].reason == "length" and harness.scheduler.counters.finished["error"] == 1
 
 
@@ -170,14 +173,15 @@ def test_the_last_token_comes_before_the_end() -> None:
     assert token == TokenUpdate("a", SampledToken(3)) and isinstance(end, FinishedUpdate)
 
 
-def test_durations_follow_the_clock() -> None:
+def test_durations_follow_the_clock(steps_ahead: int) -> None:
     harness = Harness(max_num_seqs=1, prefill_chunk_tokens=16)
     harness.add("first", range(10), 3)
     harness.add("second", range(40), 5)
     harness.run()
     end = harness.finished["second"]
-    # Each step takes 10 ms; times count from a step's beginning, and a step's results are at its end.
-    assert end.queue_s == pytest.approx(0.04) and end.prefill_s == pytest.approx(0.02)
+    # Each step takes 10 ms; times count from a step's beginning, and its results are at its end, or the next one's.
+    late = 0.01 * steps_ahead
+    assert end.queue_s == pytest.approx(0.04 + late) and end.prefill_s == pytest.approx(0.02 + late)
     assert end.decode_s == pytest.approx(0.04) and end.stall_s == 0.0
 
 
