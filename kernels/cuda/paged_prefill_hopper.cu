@@ -56,19 +56,16 @@ struct Pool {
     int num_kv_heads;
 };
 
-// Within the block: unlike those for clusters, these leave the L1 cache alone.
 __device__ __forceinline__ void arrive(Barrier *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-__device__ __forceinline__ void wait(Barrier *barrier, uint32 parity) {
-    uint32 done;
-    do {
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done)
-                     : "r"(shared_address(barrier)), "r"(parity)
-                     : "memory");
-    } while (!done);
+// `bytes` (a multiple of 16, both ends aligned to 16) from global to shared memory.
+__device__ __forceinline__ void copy_bulk(void *to, const void *from, uint32 bytes, Barrier *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
 }
 
 template <int N> __device__ __forceinline__ void set_registers(bool more) {
@@ -182,12 +179,12 @@ __device__ __forceinline__ void produce_item(Shared &shared, const Pool &pool, c
         if (tile > 0) {
             const int key = (tile - 1) * KEYS + page;
             if (key < item.context) next = table[key / pool.block_size];
-            wait(&shared.k_empty[k.stage], k.parity ^ 1);
+            barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
             fill(shared.k[k.stage], &shared.k_full[k.stage], pool, map, plane, next, (tile - 1) * KEYS, item.context);
             k.advance();
         }
         if (tile < item.tiles) {
-            wait(&shared.v_empty[v.stage], v.parity ^ 1);
+            barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
             fill(shared.v[v.stage], &shared.v_full[v.stage], pool, map, plane + pool.num_kv_heads, block, tile * KEYS, item.context);
             v.advance();
         }
@@ -202,7 +199,7 @@ __device__ void produce(Shared &shared, const Pool &pool, const TensorMap &map, 
     uint32 q_parity = 0;
     for (int number = blockIdx.x;;) {
         const Item item = find_item(number, query_starts, context_lens, num_sequences, num_heads);
-        wait(&shared.q_empty, q_parity ^ 1);
+        barrier_wait(&shared.q_empty, q_parity ^ 1);
         if (lane == 0) {
             shared.item = item;
             barrier_expect(&shared.q_full, item.tiles ? QUERIES * QUERY_BYTES : 0);
@@ -285,7 +282,7 @@ struct Consumer {
 
     // scores = q K^T, asynchronously.
     __device__ __forceinline__ void multiply_keys() {
-        wait(&shared.k_full[k.stage], k.parity);
+        barrier_wait(&shared.k_full[k.stage], k.parity);
         const uint64 tile = swizzled_descriptor(shared.k[k.stage]);
         wgmma_begin();
 #pragma unroll
@@ -295,7 +292,7 @@ struct Consumer {
 
     // output += weights V, asynchronously.
     __device__ __forceinline__ void multiply_values() {
-        wait(&shared.v_full[v.stage], v.parity);
+        barrier_wait(&shared.v_full[v.stage], v.parity);
         const uint64 tile = swizzled_descriptor(shared.v[v.stage], 1024, HALF_BYTES);
         wgmma_begin();
 #pragma unroll
@@ -430,7 +427,7 @@ __device__ __forceinline__ void consume(Shared &shared, Activation *out, int num
     if (group == 1) asm volatile("bar.arrive %0, %1;" ::"r"(others_turn), "n"(CONSUMERS * WARPGROUP) : "memory");
     Consumer state{shared, scale};
     for (uint32 q_parity = 0;; q_parity ^= 1) {
-        wait(&shared.q_full, q_parity);
+        barrier_wait(&shared.q_full, q_parity);
         const Item item = shared.item;
         if (item.tiles == 0) return;
         load_queries(state.q, shared.q + warp_row * QUERY_STRIDE);
