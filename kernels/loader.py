@@ -120,10 +120,12 @@ class Function:
 
         The kinds of the arguments are those of the first launch. Raises KernelError when the driver refuses.
         """
+        x, y, z = (*grid, 1, 1)[:3]
+        if not (x and y and z):  # nothing to compute
+            return
         if shared_bytes > self._shared_limit:
             self._kernel.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_limit = shared_bytes
-        x, y, z = (*grid, 1, 1)[:3]
         bx, by, bz = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         with self._lock:
