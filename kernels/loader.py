@@ -44,7 +44,7 @@ _LARGEST_STATIC_SHARED = 48 * 1024
 _DIGEST_BYTES = 32
 
 _LAUNCH_CONFIG = struct.Struct("7IPPI")  # CUlaunchConfig: grid, block, shared bytes; stream, attributes; their number
-_LAUNCH_ATTRIBUTE = struct.Struct("ii60x")  # CUlaunchAttribute: an id, padding, and a union of 64 bytes
+_LAUNCH_ATTRIBUTE = struct.Struct("i4xi60x")  # CUlaunchAttribute: an id, and a union of 64 bytes
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
@@ -170,7 +170,7 @@ class _ArgumentBuffer:
                 for x, is_pointer in zip(arguments, self._is_pointer, strict=True)
             ]
             self._layout.pack_into(self._memory, 0, *values)
-        except (struct.error, AttributeError, ValueError) as error:
+        except (struct.error, AttributeError, TypeError, ValueError) as error:
             kinds = self._layout.format
             raise KernelArgumentError(f"{self._name}: {error}; the first launch had arguments '{kinds}'") from error
         return self._pointers
@@ -232,7 +232,7 @@ def _launch_attributes() -> Any:
     if device_capability() < (9, 0):
         return ctypes.create_string_buffer(0)
     return ctypes.create_string_buffer(
-        _LAUNCH_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1), _LAUNCH_ATTRIBUTE.size
+        _LAUNCH_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1), _LAUNCH_ATTRIBUTE.size
     )
 
 

@@ -11,9 +11,8 @@ import pkgutil
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 import coldblock.kernels
+import pytest
 from coldblock.kernels.loader import ARCHITECTURES, SOURCES, Variant, compile_cubin
 
 pytest.importorskip("cupy_backends")
@@ -29,7 +28,7 @@ def declared_variants() -> list[Variant]:
 
 
 def covering(variants: list[Variant], architecture: int) -> list[Variant]:
-    """Few of one source's variants, such that each value of each macro appears; the choice turns with `architecture`."""
+    """Few of one source's variants with every value of every macro; the choice turns with `architecture`."""
     variants = variants[architecture * 7 % len(variants) :] + variants[: architecture * 7 % len(variants)]
     missing = {pair for variant in variants for pair in variant.macros.items()}
     chosen = []
