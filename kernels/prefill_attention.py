@@ -1,0 +1,224 @@
+"""Causal attention of prompt chunks over the paged pool, every KV format.
+
+Owns: `paged_prefill` and its plain-torch reference, the choice of tile for head dimension and GPU, `PrefillSplits`.
+Does not know: how K and V came into the pool, who schedules chunks.
+
+Products take fp16 operands (bf16 ones from a bf16 pool; q is converted when it differs) and sum in fp32. A token's
+result depends on its chunk, on the batch and on `splits` only through rounding: the order of its sum, and the power of
+two that the softmax is relative to. Whoever needs more than that sends tokens through `decode_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import ACTIVATIONS, check_tensor
+from .errors import KernelArgumentError
+from .loader import ARCHITECTURES, device_architecture, load, variants
+from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
+
+_WARP = 32
+_MERGED_ROWS = 4
+_LARGE_SHARED = ("sm_80", "sm_90a", "sm_100")
+"""Architectures with 160 KiB of shared memory and more in a multiprocessor; others have 100."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Query rows and keys that a block works on at a time; `blocks` of them run on a multiprocessor together."""
+
+    warps: int
+    rows_per_warp: int
+    keys: int
+    blocks: int
+
+    @property
+    def rows(self) -> int:
+        return self.warps * self.rows_per_warp
+
+    @property
+    def macros(self) -> dict[str, int]:
+        return {
+            "WARPS": self.warps,
+            "ROWS_PER_WARP": self.rows_per_warp,
+            "KEYS": self.keys,
+            "BLOCKS_PER_SM": self.blocks,
+        }
+
+    def shared_bytes(self, pages_format: str, head_dim: int) -> int:
+        """As in the .cu: the query tile, and K and V twice, or once as they are stored and once converted."""
+        rows, row = self.rows * head_dim * 2, head_dim * 2
+        if pages_format in ("fp16", "bf16"):
+            return rows + 4 * self.keys * row
+        return rows + 2 * self.keys * (row + head_dim + (2 if pages_format == "int8" else 0))
+
+
+_TILES = {
+    "large": {
+        64: _Tile(4, 32, 64, 2),
+        96: _Tile(4, 32, 64, 2),
+        128: _Tile(4, 32, 64, 2),
+        256: _Tile(8, 16, 32, 1),
+    },
+    "small": {
+        64: _Tile(4, 32, 64, 2),
+        96: _Tile(4, 32, 32, 2),
+        128: _Tile(4, 16, 32, 2),
+        256: _Tile(4, 16, 32, 1),
+    },
+}
+
+
+def _tile(head_dim: int, architecture: str) -> _Tile:
+    return _TILES["large" if architecture in _LARGE_SHARED else "small"][head_dim]
+
+
+VARIANTS = tuple(
+    variant
+    for architecture in ARCHITECTURES
+    for head_dim in HEAD_DIMS
+    for variant in variants(
+        "paged_prefill",
+        architectures=(architecture,),
+        ACTIVATION_BF16=(0, 1),
+        KV_FORMAT=FORMAT_NUMBERS.values(),
+        HEAD_DIM=(head_dim,),
+        **{name: (value,) for name, value in _tile(head_dim, architecture).macros.items()},
+    )
+) + variants("paged_prefill_merge", ACTIVATION_BF16=(0, 1), HEAD_DIM=HEAD_DIMS)
+
+
+class PrefillSplits:
+    """Workspace with which few queries on long contexts fill the GPU: blocks share a tile's keys, a merge follows.
+
+    One serves all layers, as launches on a stream follow each other. `parts` and `levels` are the kernel's.
+    """
+
+    def __init__(self, head_dim: int, device: torch.device) -> None:
+        tile = _tile(head_dim, device_architecture())
+        self.blocks = tile.blocks * _multiprocessors(device)
+        self.rows = self.blocks * tile.rows
+        self.parts = torch.empty(self.rows, head_dim, dtype=torch.float32, device=device)
+        self.levels = torch.empty(self.rows, dtype=torch.float32, device=device)
+
+
+def paged_prefill(
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor,
+    max_queries: int, max_context: int, out: Tensor, splits: PrefillSplits | None = None,
+) -> None:  # fmt: skip
+    """Attention of q fp16 or bf16 [T, H, D] over the pool, into `out` [T, H * D] of q's dtype.
+
+    Sequence s of S has the queries query_starts[s] up to query_starts[s + 1] (int32 [S + 1]), at most `max_queries`;
+    the last of them sees the first context_lens[s] keys (int32 [S]), at most `max_context`, which are all in the pool;
+    those before see one less each. block_tables int32 [S, max_blocks]. Rows of q from query_starts[S] on are padding:
+    their rows of out are left alone. H is any multiple of the pool's KV heads. Sequences with many keys are best put
+    first. Raises KernelArgumentError.
+    """
+    tokens, num_heads, head_dim, sequences = _check(q, pages, layer, block_tables, query_starts, context_lens, out)
+    if max_context > block_tables.shape[1] * pages.block_size:
+        raise KernelArgumentError(
+            f"max_context is {max_context}; block_tables holds {block_tables.shape[1]} blocks of {pages.block_size}"
+        )
+    if tokens == 0 or sequences == 0:
+        return
+    tile, ratio = _tile(head_dim, device_architecture()), num_heads // pages.num_kv_heads
+    tiles = min(tokens * ratio // tile.rows + sequences, sequences * math.ceil(max_queries * ratio / tile.rows))
+    blocks = tiles * pages.num_kv_heads
+    shares = _shares(splits, blocks, tokens * num_heads, math.ceil(max_context / tile.keys))
+    activation_bf16 = int(q.dtype is torch.bfloat16)
+    kernel = load(
+        "paged_prefill", ACTIVATION_BF16=activation_bf16, KV_FORMAT=FORMAT_NUMBERS[pages.format], HEAD_DIM=head_dim,
+        **tile.macros,
+    )  # fmt: skip
+    parts, levels = (splits.parts, splits.levels) if splits else (None, None)
+    kernel.launch(
+        (blocks, shares), tile.warps * _WARP,
+        [
+            q, pages.pool, block_tables, query_starts, context_lens, out, parts, levels,
+            tokens, sequences, num_heads, pages.num_kv_heads, pages.block_size, block_tables.shape[1],
+            pages.block_bytes, pages.layer_offset(layer), math.log2(math.e) / math.sqrt(head_dim),
+        ],
+        tile.shared_bytes(pages.format, head_dim),
+    )  # fmt: skip
+    if shares > 1:
+        merge = load("paged_prefill_merge", ACTIVATION_BF16=activation_bf16, HEAD_DIM=head_dim)
+        merge.launch(
+            (math.ceil(tokens * num_heads / _MERGED_ROWS),), (head_dim // 4, _MERGED_ROWS),
+            [parts, levels, query_starts, out, sequences, tokens, num_heads, shares],
+        )  # fmt: skip
+
+
+def _shares(splits: PrefillSplits | None, blocks: int, rows: int, steps: int) -> int:
+    """Among how many blocks a tile's keys are divided: as many as fill the GPU, each with 4 steps or more."""
+    if splits is None:
+        return 1
+    return max(1, min(splits.blocks // blocks, splits.rows // rows, steps // 4))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check(
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, out: Tensor
+) -> tuple[int, int, int, int]:
+    """T, H, D and S."""
+    check_tensor("q", q, ACTIVATIONS, [("T", None), ("H", None), ("D", pages.head_dim)])
+    tokens, num_heads, head_dim = q.shape
+    if num_heads % pages.num_kv_heads:
+        raise KernelArgumentError(f"q has {num_heads} heads; wanted: a multiple of the {pages.num_kv_heads} KV heads")
+    if not 0 <= layer < pages.num_layers:
+        raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {pages.num_layers - 1}")
+    check_tensor("context_lens", context_lens, torch.int32, [("S", None)], alignment=4)
+    sequences = context_lens.shape[0]
+    check_tensor("query_starts", query_starts, torch.int32, [("S+1", sequences + 1)], alignment=4)
+    check_tensor("block_tables", block_tables, torch.int32, [("S", sequences), ("max_blocks", None)], alignment=4)
+    check_tensor("out", out, q.dtype, [("T", tokens), ("H*D", num_heads * head_dim)])
+    return tokens, num_heads, head_dim, sequences
+
+
+_STORED = {
+    "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def stored_keys_and_values(pages: KVPages, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The first `length` tokens of a sequence in `blocks` int [n], as stored: K and V fp32 [length, G, D]."""
+    begin = pages.layer_offset(layer)
+    needed = blocks[: math.ceil(length / pages.block_size)].long()
+    planes = pages.pool[needed, begin : begin + 2 * pages.num_kv_heads * pages.plane_bytes]
+    planes = planes.view(len(needed), 2, pages.num_kv_heads, pages.plane_bytes)
+    scale_bytes = 2 * pages.block_size if pages.format == "int8" else 0
+    elements = planes[..., : pages.plane_bytes - scale_bytes].contiguous().view(_STORED[pages.format]).float()
+    elements = elements.view(*planes.shape[:3], pages.block_size, pages.head_dim)
+    if scale_bytes:
+        scales = planes[..., -scale_bytes:].contiguous().view(torch.float16).float()
+        elements = elements * scales[..., None]
+    k, v = elements.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    return k, v
+
+
+def paged_prefill_reference(
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor
+) -> Tensor:
+    """What `paged_prefill` computes, in fp32 [T, H * D] from the stored values; rows that it leaves alone are NaN."""
+    tokens, num_heads, head_dim = q.shape
+    ratio = num_heads // pages.num_kv_heads
+    out = torch.full((tokens, num_heads * head_dim), math.nan, device=q.device)
+    starts = query_starts.tolist()
+    for s, length in enumerate(context_lens.tolist()):
+        queries = q[starts[s] : starts[s + 1]].float()
+        k, v = (x.repeat_interleave(ratio, 1) for x in stored_keys_and_values(pages, layer, block_tables[s], length))
+        scores = torch.einsum("thd,shd->hts", queries, k) / math.sqrt(head_dim)
+        positions = torch.arange(length - len(queries), length, device=q.device)
+        later = torch.arange(length, device=q.device) > positions[:, None]
+        weights = scores.masked_fill_(later, -math.inf).softmax(-1)
+        out[starts[s] : starts[s + 1]] = torch.einsum("hts,shd->thd", weights, v).flatten(1)
+    return out
