@@ -1,0 +1,222 @@
+"""Attention of one query token per sequence over the paged KV pool, and how its work is cut into pieces.
+
+Owns: the kernel's wrapper, `DecodeSplits` (its plan and workspace), the reference in plain torch. Does not know: who
+fills the pool, where the block tables come from, which queries belong to whom.
+
+A sequence's tokens are cut into splits of `split_tokens`; a work item is one split for one KV head's queries. The grid
+is fixed and takes the items in turn, so one captured CUDA graph serves all context lengths: the host only writes the
+plan, block tables and lengths anew. They must be written by copies or by work that ended before the kernel in front of
+this one began, as this kernel reads them before that one has ended; q and the newest K and V it reads afterwards.
+
+Reduction order: within a split it is fixed; across splits it depends on `split_tokens`. With a fixed `split_tokens`
+every sequence's result is therefore the same, bit by bit, in any batch.
+
+B is sequences, H query heads, D the head dimension; a group is up to 8 or 16 query heads that share a KV head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .checks import ACTIVATIONS, check_multiple, check_tensor
+from .errors import KernelArgumentError
+from .loader import load, variants
+from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
+
+_CHOICES = {"ACTIVATION_BF16": (0, 1), "KV_FORMAT": tuple(FORMAT_NUMBERS.values())}
+VARIANTS = (
+    *variants("paged_decode", **_CHOICES, HEAD_DIM=HEAD_DIMS, HEAD_TILES=(1,)),
+    *variants("paged_decode", **_CHOICES, HEAD_DIM=[d for d in HEAD_DIMS if d <= 128], HEAD_TILES=(2,)),
+)
+
+DETERMINISTIC_SPLIT = 512
+"""`split_tokens` where results must not depend on the batch."""
+
+_THREADS = 128
+_SPLIT_MULTIPLE = 64
+_SPLITS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64])  # of the longest sequence
+_EXTRA_WAVES = 2  # items that splitting may add, in grids
+# What a plan costs besides reading, in tokens that a block could read meanwhile.
+_ITEM_COST, _MERGE_COST, _MERGE_COST_PER_SPLIT = 64, 128, 4
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSplits:
+    """How the work of a step is cut, and the memory for merging it: made once, before any graph is captured.
+
+    The host writes `plan_for(...)` into the beginning of `plan` before each step. Not for two streams at a time.
+    """
+
+    plan: Tensor
+    """int32 [2 + max_batch]: split_tokens, then the number of splits before each sequence and, last, of all."""
+    partials: Tensor
+    """fp32 [slots, group heads, D]: the output of each work item."""
+    statistics: Tensor
+    """fp32 [slots, group heads, 2]: largest score and sum of weights of each work item."""
+    counters: Tensor
+    """int32 [max_batch * groups]: work items that have ended. Zero between calls."""
+    groups: int
+    """Groups of query heads, a work item each per split."""
+    blocks: int
+    """The grid."""
+    split_tokens: int | None
+    """Fixed, or None where the plan may choose."""
+
+    @classmethod
+    def allocate(
+        cls, pages: KVPages, num_heads: int, max_batch: int, max_tokens: int, deterministic: bool = False
+    ) -> DecodeSplits:
+        """For up to `max_batch` sequences that have `max_tokens` tokens in all, on the pool's device.
+
+        Raises KernelArgumentError for a shape that the kernel does not have.
+        """
+        heads, groups = _group(pages, num_heads)
+        device = pages.pool.device
+        blocks = torch.cuda.get_device_properties(device).multi_processor_count * _blocks_per_sm(pages, num_heads)
+        fixed = DETERMINISTIC_SPLIT if deterministic else None
+        slots = max_batch * groups + (_EXTRA_WAVES * blocks if fixed is None else max_tokens // fixed * groups)
+        return cls(
+            plan=torch.zeros(2 + max_batch, dtype=torch.int32, device=device),
+            partials=torch.empty(slots, heads, pages.head_dim, device=device),
+            statistics=torch.empty(slots, heads, 2, device=device),
+            counters=torch.zeros(max_batch * groups, dtype=torch.int32, device=device),
+            groups=groups,
+            blocks=blocks,
+            split_tokens=fixed,
+        )
+
+    def plan_for(self, context_lens: np.ndarray) -> np.ndarray:
+        """What to write into `plan[: 2 + B]` for context_lens [B] (0 for a padding row)."""
+        return plan_splits(context_lens, self.groups, self.blocks, self.split_tokens)
+
+
+def plan_splits(context_lens: np.ndarray, groups: int, blocks: int, split_tokens: int | None = None) -> np.ndarray:
+    """The plan for context_lens [B], int32 [2 + B]: see `DecodeSplits.plan`. Every sequence has at least one split.
+
+    Without `split_tokens`, the one of a few candidates that should end first on `blocks` blocks: long splits leave
+    blocks idle, short ones cost merging.
+    """
+    lengths = np.asarray(context_lens)
+    if split_tokens is None:
+        split_tokens = _choose_split_tokens(lengths, groups, blocks)
+    plan = np.zeros(2 + len(lengths), np.int32)
+    plan[0] = split_tokens
+    np.cumsum(np.maximum(-(-lengths // split_tokens), 1), out=plan[2:])
+    return plan
+
+
+def _choose_split_tokens(lengths: np.ndarray, groups: int, blocks: int) -> int:
+    longest = max(int(lengths.max()), 1)
+    candidates = -(-longest // (_SPLITS * _SPLIT_MULTIPLE)) * _SPLIT_MULTIPLE
+    splits = np.ceil(np.multiply.outer(1.0 / candidates, lengths))
+    items = np.maximum(splits, 1, out=splits).sum(axis=1) * groups
+    in_waves = np.ceil(items / blocks) * (candidates + _ITEM_COST)
+    in_turn = (int(lengths.sum()) * groups + items * _ITEM_COST) / blocks + candidates + _ITEM_COST
+    most = -(-longest // candidates)
+    merging = np.where(most > 1, _MERGE_COST + _MERGE_COST_PER_SPLIT * most, 0)
+    cost = np.minimum(in_waves, in_turn) + merging
+    cost[items > len(lengths) * groups + _EXTRA_WAVES * blocks] = math.inf
+    return int(candidates[cost.argmin()])
+
+
+def paged_decode(
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor, splits: DecodeSplits, out: Tensor
+) -> None:
+    """Attention of each sequence's newest token to all its tokens, itself included, whose K and V are in the pool.
+
+    q fp16 or bf16 [B, H, D]; block_tables int32 [B, max_blocks]; context_lens int32 [B], 0 for a padding row, whose
+    output is zeros; out [B, H * D] in q's dtype. `splits.plan` holds the plan for these lengths. Scores are scaled by
+    1 / sqrt(D). Tensor cores work in fp16, with a bf16 pool in bf16. Raises KernelArgumentError.
+    """
+    check_tensor("q", q, ACTIVATIONS, (("B", None), ("H", None), ("D", pages.head_dim)))
+    batch, num_heads = q.shape[0], q.shape[1]
+    heads, groups = _group(pages, num_heads)
+    check_tensor("pool", pages.pool, torch.uint8, (("num_blocks", None), ("block_bytes", pages.block_bytes)))
+    check_tensor("block_tables", block_tables, torch.int32, (("B", batch), ("max_blocks", None)), alignment=4)
+    check_tensor("context_lens", context_lens, torch.int32, (("B", batch),), alignment=4)
+    check_tensor("out", out, q.dtype, (("B", batch), ("H * D", num_heads * pages.head_dim)))
+    if not 0 <= layer < pages.num_layers:
+        raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {pages.num_layers - 1}")
+    _check_splits(splits, batch, groups, heads, pages.head_dim)
+    function = load("paged_decode", **_macros(q.dtype, pages, num_heads))
+    function.launch(
+        (splits.blocks,),
+        _THREADS,
+        (
+            *(q, pages.pool, block_tables, context_lens, splits.plan),
+            *(splits.partials, splits.statistics, splits.counters, out),
+            *(batch, block_tables.shape[1], num_heads, pages.num_kv_heads),
+            *(pages.block_size, pages.block_bytes, pages.layer_offset(layer)),
+            math.log2(math.e) / math.sqrt(pages.head_dim),
+        ),
+    )
+
+
+def _check_splits(splits: DecodeSplits, batch: int, groups: int, heads: int, head_dim: int) -> None:
+    if splits.groups != groups or splits.partials.shape[1:] != (heads, head_dim):
+        raise KernelArgumentError("splits were allocated for another number of heads or another head_dim")
+    if len(splits.plan) < 2 + batch:
+        raise KernelArgumentError(f"q has {batch} sequences; splits were allocated for {len(splits.plan) - 2}")
+
+
+def _macros(activation: torch.dtype, pages: KVPages, num_heads: int) -> dict[str, int]:
+    return {
+        "ACTIVATION_BF16": int(activation is torch.bfloat16),
+        "KV_FORMAT": FORMAT_NUMBERS[pages.format],
+        "HEAD_DIM": pages.head_dim,
+        "HEAD_TILES": _head_tiles(pages, num_heads),
+    }
+
+
+def _head_tiles(pages: KVPages, num_heads: int) -> int:
+    """Query heads of a work item, in eights; more than registers hold are several items."""
+    return 2 if num_heads > 8 * pages.num_kv_heads and pages.head_dim <= 128 else 1
+
+
+def _blocks_per_sm(pages: KVPages, num_heads: int) -> int:
+    """As many as registers allow; paged_decode.cu says the same to the compiler."""
+    return 3 if _head_tiles(pages, num_heads) == 1 and pages.head_dim <= 128 else 2
+
+
+def _group(pages: KVPages, num_heads: int) -> tuple[int, int]:
+    """(query heads that a work item has room for, groups of them in all). Raises KernelArgumentError."""
+    check_multiple("H", num_heads, pages.num_kv_heads)
+    heads = 8 * _head_tiles(pages, num_heads)
+    return heads, pages.num_kv_heads * -(-num_heads // pages.num_kv_heads // heads)
+
+
+# ---- Reference ------------------------------------------------------------------------------------------------------
+
+
+def paged_decode_reference(q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor) -> Tensor:
+    """The same in fp64 on what the pool's bytes say, on any device: fp64 [B, H * D]."""
+    out = torch.zeros(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.float64, device=q.device)
+    for row, length in enumerate(context_lens.tolist()):
+        if length == 0:
+            continue
+        blocks = block_tables[row, : -(-length // pages.block_size)].long()
+        k, v = (_read_tokens(pages, blocks, pages.layer_offset(layer), part)[:, :length] for part in (0, 1))
+        heads = q[row].double().view(pages.num_kv_heads, -1, pages.head_dim)
+        weights = torch.softmax(heads @ k.transpose(1, 2) / math.sqrt(pages.head_dim), dim=-1)
+        out[row] = (weights @ v).flatten()
+    return out
+
+
+def _read_tokens(pages: KVPages, blocks: Tensor, offset: int, part: int) -> Tensor:
+    """K (part 0) or V (1) of `blocks` in the layer at `offset`: fp64 [num_kv_heads, tokens, head_dim]."""
+    size = pages.num_kv_heads * pages.plane_bytes
+    planes = pages.pool[blocks, offset + part * size : offset + (part + 1) * size]
+    planes = planes.reshape(len(blocks), pages.num_kv_heads, pages.plane_bytes)
+    stored = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}.get(pages.format)
+    stored = stored or {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[pages.format]
+    elements = pages.block_size * pages.head_dim * stored.itemsize
+    values = planes[..., :elements].contiguous().view(stored).double()
+    values = values.view(len(blocks), pages.num_kv_heads, pages.block_size, pages.head_dim)
+    if pages.format == "int8":
+        values = values * planes[..., elements:].contiguous().view(torch.float16).double()[..., None]
+    return values.transpose(0, 1).flatten(1, 2)

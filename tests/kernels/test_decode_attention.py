@@ -1,0 +1,370 @@
+"""Paged decode attention: the kernel against the reference on the stored bytes, and the plan of its work."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from coldblock.engine_core.device.kv_formats import make_format
+from coldblock.engine_core.kv_layout import KVShape, paged_kv_block_bytes
+from coldblock.kernels import decode_attention
+from coldblock.kernels.decode_attention import (
+    DETERMINISTIC_SPLIT,
+    DecodeSplits,
+    paged_decode,
+    paged_decode_reference,
+    plan_splits,
+)
+from coldblock.kernels.errors import KernelArgumentError
+from coldblock.kernels.pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
+from torch import Tensor
+
+FORMATS = tuple(FORMAT_NUMBERS)
+ONE_BYTE = ("int8", "fp8_e4m3", "fp8_e5m2")
+LENGTHS = [0, 1, 15, 16, 17, 100, 1000, 0, 5000, 33]
+FP16, BF16 = torch.float16, torch.bfloat16
+gpu = pytest.mark.gpu
+
+
+# ---- A pool in which all that no sequence owns is NaN ----------------------------------------------------------------
+
+
+def encode(values: Tensor, kv_format: str) -> tuple[Tensor, Tensor]:
+    """values fp32 [..., D] as stored: bytes [..., row], and int8's scales as bytes [..., 2]."""
+    if kv_format == "int8":
+        scales = (values.abs().amax(-1, keepdim=True) / 127).clamp_min(2.0**-24).half()
+        codes = (values / scales.float()).round().clamp(-127, 127).to(torch.int8)
+        return codes.view(torch.uint8), scales.view(torch.uint8)
+    dtypes = {"fp16": FP16, "bf16": BF16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    return values.to(dtypes[kv_format]).view(torch.uint8), values.new_empty(0, dtype=torch.uint8)
+
+
+@dataclasses.dataclass
+class Case:
+    pages: KVPages
+    layer: int
+    q: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+
+    def planes(self) -> Tensor:
+        """The pool as uint8 [blocks, layers, 2, kv_heads, plane_bytes]."""
+        pages = self.pages
+        return pages.pool.view(-1, pages.num_layers, 2, pages.num_kv_heads, pages.plane_bytes)
+
+    def token(self, row: int, token: int) -> Tensor:
+        """The bytes of a token's elements, a view [2, kv_heads, row]."""
+        pages = self.pages
+        block = int(self.block_tables[row, token // pages.block_size])
+        elements = self.planes()[block, self.layer][..., : pages.block_size * self.row_bytes]
+        return elements.view(2, pages.num_kv_heads, pages.block_size, -1)[:, :, token % pages.block_size]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.pages.head_dim * (2 if self.pages.format in ("fp16", "bf16") else 1)
+
+    def reference(self) -> Tensor:
+        return paged_decode_reference(self.q, self.pages, self.layer, self.block_tables, self.context_lens)
+
+
+def make_case(
+    kv_format: str = "fp16",
+    head_dim: int = 128,
+    num_heads: int = 16,
+    num_kv_heads: int = 2,
+    lengths: list[int] = LENGTHS,
+    block_size: int = 16,
+    dtype: torch.dtype = FP16,
+    device: str = "cuda",
+    q_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Case:
+    """Random K, V and q; blocks in random order; what is no sequence's token is 0xff: NaN, or a scale of NaN."""
+    torch.manual_seed(len(lengths) + head_dim + num_heads)
+    counts = [-(-length // block_size) for length in lengths]
+    num_blocks, layers, layer = sum(counts) + 3, 2, 1
+    block_bytes = paged_kv_block_bytes(KVShape(layers, num_kv_heads, head_dim), block_size, kv_format)
+    pool = torch.full((num_blocks, block_bytes), 0xFF, dtype=torch.uint8, device=device)
+    pages = KVPages(pool, kv_format, block_size, layers, num_kv_heads, head_dim)
+    block_tables = torch.full((len(lengths), max(counts) + 1), num_blocks - 1, dtype=torch.int32, device=device)
+    context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    q = (torch.randn(len(lengths), num_heads, head_dim, device=device) * q_scale).to(dtype)
+    case = Case(pages, layer, q, block_tables, context_lens)
+    order = torch.randperm(num_blocks - 1, device=device)
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if count == 0:
+            continue
+        blocks, order = order[:count], order[count:]
+        block_tables[row, :count] = blocks.int()
+        values = torch.randn(count, 2, num_kv_heads, block_size, head_dim, device=device)
+        values[:, 1] *= v_scale
+        codes, scales = encode(values, kv_format)
+        tail = torch.arange(count * block_size, device=device).view(count, 1, 1, block_size, 1) >= length
+        planes = torch.cat([part.masked_fill(tail, 0xFF).flatten(3) for part in (codes, scales) if part.numel()], -1)
+        case.planes()[blocks, layer] = planes
+    return case
+
+
+def make_splits(case: Case, split_tokens: int | None = None, deterministic: bool = False) -> DecodeSplits:
+    """Splits with their plan written, and a workspace of NaN."""
+    lengths = case.context_lens.cpu().numpy()
+    splits = DecodeSplits.allocate(case.pages, case.q.shape[1], len(lengths), int(lengths.sum()), deterministic)
+    if split_tokens is None:
+        plan = splits.plan_for(lengths)
+    else:
+        plan = plan_splits(lengths, splits.groups, splits.blocks, split_tokens)
+        slots = int(plan[-1]) * splits.groups
+        splits = dataclasses.replace(
+            splits,
+            partials=splits.partials.new_empty(slots, *splits.partials.shape[1:]),
+            statistics=splits.statistics.new_empty(slots, *splits.statistics.shape[1:]),
+        )
+    assert plan[-1] * splits.groups <= len(splits.partials)
+    splits.plan[: len(plan)] = torch.from_numpy(plan).cuda()
+    splits.partials.fill_(float("nan"))
+    splits.statistics.fill_(float("nan"))
+    return splits
+
+
+def run(case: Case, splits: DecodeSplits | None = None) -> Tensor:
+    splits = splits or make_splits(case)
+    out = torch.full_like(case.q, float("nan")).flatten(1)
+    torch.cuda.synchronize()
+    paged_decode(case.q, case.pages, case.layer, case.block_tables, case.context_lens, splits, out)
+    torch.cuda.synchronize()
+    assert not splits.counters.any()
+    return out
+
+
+def assert_close(out: Tensor, reference: Tensor, dtype: torch.dtype, kv_format: str, slack: float = 1.0) -> None:
+    """An error of the size of a rounding: of fp16's, or of bf16's where q or the pool is bf16."""
+    unit = slack * (2.0**-8 if BF16 in (dtype, {"bf16": BF16}.get(kv_format)) else 2.0**-11)
+    error = out.double() - reference
+    assert error.norm() <= unit * reference.norm(), error.norm() / reference.norm()
+    assert error.abs().max() <= 2 * unit * reference.abs().max(), error.abs().max() / reference.abs().max()
+
+
+# ---- Without a GPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lengths", [[0], [1], [100] * 256, [8192] * 32, [32768], [5, 0, 9000, 77], [128] * 300 + [32768]]
+)
+def test_plan_covers_every_token(lengths: list[int]) -> None:
+    plan = plan_splits(np.array(lengths), groups=2, blocks=396)
+    splits = np.diff(plan[1:])
+    assert plan.dtype == np.int32 and plan[1] == 0
+    assert np.array_equal(splits, [max(1, -(-length // int(plan[0]))) for length in lengths])
+    assert plan[-1] * 2 <= len(lengths) * 2 + 2 * 396
+
+
+def test_plan_splits_what_would_leave_blocks_idle() -> None:
+    assert plan_splits(np.array([100]), 2, 396)[-1] == 1
+    assert plan_splits(np.array([8192] * 32), 2, 396)[-1] == 32 * 6
+    assert plan_splits(np.array([32768]), 2, 396)[-1] > 16
+    assert np.diff(plan_splits(np.array([128] * 300 + [32768]), 2, 396)[1:])[-1] > 8
+
+
+def test_plan_with_fixed_splits_depends_on_the_sequence_alone() -> None:
+    plan = plan_splits(np.array([0, 512, 513, 5000]), 2, 396, DETERMINISTIC_SPLIT)
+    assert plan.tolist() == [512, 0, 1, 2, 4, 14]
+
+
+def test_a_number_of_heads_that_is_no_multiple_is_refused() -> None:
+    case = make_case(lengths=[1], device="cpu")
+    with pytest.raises(KernelArgumentError, match="H is 15; allowed: multiples of 2"):
+        DecodeSplits.allocate(case.pages, 15, 4, 100)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_reference_reads_what_the_engine_stores(kv_format: str) -> None:
+    case = make_case(kv_format, head_dim=64, num_heads=4, lengths=[17, 0, 40], device="cpu")
+    stored = make_format(kv_format, 16, 64)
+    planes = stored.view(case.pages.pool.view(-1))
+    torch.manual_seed(1)
+    values = torch.randn(40, 4, 64)
+    blocks = case.block_tables[2, torch.arange(40) // 16].long()
+    first = (blocks * case.pages.num_layers + case.layer) * 4
+    slots = stored.slots(first[:, None] + torch.arange(4), (torch.arange(40) % 16)[:, None])
+    stored.write(planes, slots, values)
+    k, v = values[:, :2], values[:, 2:]
+    heads = case.q[2].float().view(2, 2, 64)
+    weights = torch.softmax(torch.einsum("gnd,sgd->gns", heads, k) / 8, -1)
+    expected = torch.einsum("gns,sgd->gnd", weights, v).flatten()
+    out = case.reference()
+    coarse = {"fp8_e4m3": 0.05, "fp8_e5m2": 0.1}.get(kv_format, 0.02)
+    assert (out[2] - expected).norm() < coarse * expected.norm()
+    assert not out[1].any() and out[0].isfinite().all()
+
+
+# ---- On the GPU -----------------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_formats_and_head_dims(kv_format: str, head_dim: int, dtype: torch.dtype) -> None:
+    case = make_case(kv_format, head_dim, dtype=dtype)
+    assert_close(run(case), case.reference(), dtype, kv_format)
+
+
+@gpu
+@pytest.mark.parametrize("split_tokens", [64, 128, 448, 1024, 8192])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_number_of_splits(kv_format: str, split_tokens: int) -> None:
+    case = make_case(kv_format)
+    assert_close(run(case, make_splits(case, split_tokens)), case.reference(), FP16, kv_format)
+
+
+@gpu
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (9, 3), (14, 2), (16, 1), (17, 1), (24, 2), (71, 1)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kv_format", ["fp16", "int8"])
+def test_heads_per_kv_head(kv_format: str, head_dim: int, heads: tuple[int, int]) -> None:
+    case = make_case(kv_format, head_dim, *heads, lengths=[1, 100, 700, 0, 2049])
+    assert_close(run(case, make_splits(case, 256)), case.reference(), FP16, kv_format)
+
+
+@gpu
+@pytest.mark.parametrize("block_size", [16, 32, 48, 128])
+@pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8_e4m3"])
+def test_block_sizes(kv_format: str, block_size: int) -> None:
+    case = make_case(kv_format, block_size=block_size, num_heads=7, num_kv_heads=7)
+    assert_close(run(case, make_splits(case, 320)), case.reference(), FP16, kv_format)
+
+
+@gpu
+def test_a_long_sequence() -> None:
+    case = make_case("fp8_e4m3", lengths=[32768, 3, 20001])
+    assert_close(run(case), case.reference(), FP16, "fp8_e4m3")
+
+
+@gpu
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_peaked_scores(kv_format: str) -> None:
+    case = make_case(kv_format, q_scale=60.0)
+    assert_close(run(case), case.reference(), FP16, kv_format, slack=4 if kv_format != "bf16" else 16)
+
+
+@gpu
+@pytest.mark.parametrize("q_scale", [1e-30, 1e8])
+@pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8_e4m3"])
+def test_queries_beyond_the_range_of_fp16(kv_format: str, q_scale: float) -> None:
+    case = make_case(kv_format, dtype=BF16, q_scale=q_scale)
+    assert_close(run(case), case.reference(), BF16, kv_format, slack=2)
+
+
+@gpu
+@pytest.mark.parametrize("v_scale", [1e-6, 1e-3, 400.0])
+def test_int8_scales_of_any_size(v_scale: float) -> None:
+    case = make_case("int8", v_scale=v_scale)
+    case.planes()[..., -32:].view(FP16)[::3, case.layer, 1] *= 2.0**-9  # a third of the blocks, much smaller
+    reference = case.reference()
+    out = run(case)
+    error = (out.double() - reference).abs()
+    assert (error <= 2.0**-10 * reference.abs().amax(1, keepdim=True) + 2.0**-24).all()
+
+
+@gpu
+@pytest.mark.parametrize("software", [0, 1])
+@pytest.mark.parametrize("kv_format", ONE_BYTE)
+def test_all_codes(kv_format: str, software: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    macros = decode_attention._macros
+    monkeypatch.setattr(decode_attention, "_macros", lambda *args: macros(*args) | {"SOFTWARE_FP8": software})
+    case = make_case(kv_format, lengths=[1, 1])
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(2, 128)
+    case.token(0, 0)[0] = 0
+    case.token(0, 0)[1] = codes
+    dtype = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kv_format]
+    expected = codes.view(dtype).float()
+    if kv_format == "int8":
+        block = int(case.block_tables[0, 0])
+        expected *= case.planes()[block, case.layer, 1][:, 2048:2050].contiguous().view(FP16).float()
+    out = run(case)[0].view(2, 8, 128)
+    assert torch.equal(out.nan_to_num(12345.0), expected.half()[:, None].expand(2, 8, 128).nan_to_num(12345.0))
+    assert out.isnan().sum() == expected.isnan().sum() * 8
+    assert_close(run(case)[1:], case.reference()[1:], FP16, kv_format)
+
+
+@gpu
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("kv_format", ["fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
+def test_nan_stays_in_its_sequence(kv_format: str, part: int) -> None:
+    case = make_case(kv_format, lengths=[100, 300, 5])
+    splits = make_splits(case, 128)
+    clean = run(case, splits)
+    case.token(1, 200)[part, 0] = 0xFF
+    out = run(case, splits)
+    assert out[1, : 8 * 128].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]]) and torch.equal(out[1, 8 * 128 :], clean[1, 8 * 128 :])
+
+
+@gpu
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_deterministic_splits_make_a_sequence_independent_of_its_batch(kv_format: str) -> None:
+    case = make_case(kv_format)
+    together = run(case, make_splits(case, deterministic=True))
+    for row in (4, 6, 8):
+        alone = dataclasses.replace(
+            case,
+            q=case.q[row : row + 1],
+            block_tables=case.block_tables[row : row + 1],
+            context_lens=case.context_lens[row : row + 1],
+        )
+        assert torch.equal(run(alone, make_splits(alone, deterministic=True))[0], together[row])
+
+
+@gpu
+def test_runs_are_equal() -> None:
+    case = make_case("fp16", lengths=[5000, 3000, 77] * 8)
+    splits = make_splits(case)
+    first = run(case, splits)
+    for _ in range(20):
+        assert torch.equal(run(case, splits), first)
+
+
+@gpu
+@pytest.mark.parametrize("kv_format", ["fp16", "int8"])
+def test_one_graph_serves_all_lengths(kv_format: str) -> None:
+    case = make_case(kv_format, lengths=[5000, 1000, 3000, 1])
+    splits = make_splits(case)
+    out = torch.empty_like(case.q).flatten(1)
+    run(case, splits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            paged_decode(case.q, case.pages, case.layer, case.block_tables, case.context_lens, splits, out)
+    for lengths in ([5000, 1000, 3000, 1], [0, 17, 2999, 0], [4097, 1, 1, 1], [64, 64, 64, 1]):
+        plan = splits.plan_for(np.array(lengths))
+        splits.plan[: len(plan)] = torch.from_numpy(plan).cuda()
+        case.context_lens.copy_(torch.tensor(lengths))
+        splits.partials.fill_(float("nan"))
+        out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_close(out, case.reference(), FP16, kv_format)
+        assert not splits.counters.any()
+
+
+@gpu
+def test_arguments_are_refused_by_name() -> None:
+    case = make_case(lengths=[20, 30])
+    splits = make_splits(case)
+    out = torch.empty_like(case.q).flatten(1)
+
+    def refuse(text: str, layer: int = 1, **changes: Tensor) -> None:
+        named = {"q": case.q, "block_tables": case.block_tables, "context_lens": case.context_lens, "out": out}
+        with pytest.raises(KernelArgumentError, match=text):
+            paged_decode(pages=case.pages, layer=layer, splits=splits, **(named | changes))
+
+    refuse("q is torch.float32", q=case.q.float())
+    refuse("q has shape", q=case.q[..., :64].contiguous())
+    refuse("layer is 2", layer=2)
+    refuse("block_tables is torch.int64", block_tables=case.block_tables.long())
+    refuse("context_lens has shape", context_lens=case.context_lens[:1])
+    refuse("out is torch.bfloat16", out=out.bfloat16())
+    refuse("another number of heads", q=case.q[:, :8].contiguous(), out=out[:, :1024].contiguous())
