@@ -29,6 +29,13 @@ class TableChanges:
     places: NDArray[np.int64]
     values: IntArray
 
+    def part(self, first: int, last: int) -> TableChanges:
+        """The same with some of the places."""
+        return TableChanges(self.rows, self.places[first:last], self.values[first:last])
+
+
+NO_CHANGES = TableChanges(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32))
+
 
 class BlockTables:
     """`num_rows` tables of `width` blocks. A step may hold chunks of at most `num_rows` requests."""
@@ -58,6 +65,10 @@ class BlockTables:
             ends = np.cumsum(lengths)
             places += np.repeat(np.array(first) - ends + lengths, lengths)
         return TableChanges(np.array(rows, np.int32), places, np.frombuffer(values, np.int32))
+
+    def forget(self) -> None:
+        """Take nothing for written any more."""
+        self._held = [array("i")] * len(self._held)
 
     def _find(self, chunks: Sequence[Chunk]) -> list[int]:
         """Each request's row. The known ones are marked as used before any row is given away."""

@@ -39,6 +39,11 @@ class TokenArrays:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def part(self, first: int, last: int) -> TokenArrays:
+        """Some of the tokens, with no `ends`."""
+        here = slice(first, last)
+        return TokenArrays(self.ids[here], self.source[here], self.positions[here], self.rows[here], self.ends[:0])
+
 
 def token_arrays(chunks: Sequence[Chunk], rows: IntArray, sampled_before: Mapping[str, int]) -> TokenArrays:
     """`rows` [chunks]: each chunk's block table. `sampled_before`: where the step before left a request's token."""
@@ -80,8 +85,13 @@ class Packer:
         ints = values.view(np.int32)
         place = slice(self.used, self.used + len(ints))
         self._buffer[place] = ints
-        self.used += -(-len(ints) // _ALIGNED_INTS) * _ALIGNED_INTS
+        self.used += aligned(len(ints))
         return place
+
+
+def aligned(ints: int) -> int:
+    """So many ints, rounded up to 16 bytes."""
+    return -(-ints // _ALIGNED_INTS) * _ALIGNED_INTS
 
 
 def buckets(most_rows: int) -> list[int]:

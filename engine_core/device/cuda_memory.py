@@ -12,15 +12,8 @@ import torch
 from ..errors import MemoryBudgetError
 
 RESERVE_BYTES = 96 << 20  # cuBLAS workspaces, log-probabilities, kernels' code, the allocator's rounding
+GRAPH_BYTES = 4 << 20  # of a captured decode pass, as the driver keeps it
 MIB = 1 << 20
-
-
-def free_gpu_memory() -> int:
-    """Bytes that this process may still take on the current device: what is free now, within its memory fraction."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    allowed = int(torch.cuda.get_per_process_memory_fraction() * total) - torch.cuda.memory_reserved()
-    return max(0, min(free, allowed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +41,29 @@ class MemorySum:
         }
         needs = " + ".join(f"{name} {size / MIB:,.0f}" for name, size in parts.items())
         return f"{self.share:.0%} of {self.free / MIB:,.0f} MiB free less {needs}"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Before anything was loaded: what was `free`, and what torch had `reserved` already."""
+
+    free: int
+    reserved: int
+
+    def now(self, share: float, weights: int, graphs: int) -> MemorySum:
+        """With all loaded but the KV blocks: whatever torch has reserved since and is no weight is workspace."""
+        torch.cuda.empty_cache()
+        workspace = torch.cuda.memory_reserved() - self.reserved - weights
+        return MemorySum(self.free, share, weights, workspace, graphs)
+
+
+def start() -> Start:
+    """What this process may still take on the current device: what is free, within its memory fraction."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    allowed = int(torch.cuda.get_per_process_memory_fraction() * total) - reserved
+    return Start(max(0, min(free, allowed)), reserved)
 
 
 def num_blocks(memory: MemorySum, block_bytes: int, wanted: int | None, useful: int) -> int:

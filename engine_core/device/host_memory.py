@@ -35,3 +35,8 @@ class HostArena:
 def pinned(size: int, dtype: torch.dtype) -> Tensor:
     """A small pinned tensor [size]."""
     return torch.empty(size, dtype=dtype, pin_memory=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A pinned copy of a small tensor, complete once the current stream has come this far."""
+    return pinned(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)

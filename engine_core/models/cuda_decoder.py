@@ -75,14 +75,7 @@ class Workspace:
         gate_up = torch.empty(max_tokens * 2 * config.intermediate_size, dtype=dtype, device=device)
         self.scratch = Scratch(torch.empty(scratch_elements, dtype=dtype, device=device), gate_up)
         self.head_input = torch.empty(max_rows, config.hidden_size, dtype=dtype, device=device)
-        self.logits = torch.empty(max_rows, config.vocab_size, dtype=torch.float32, device=device)
-
-    @staticmethod
-    def bytes_needed(config: ModelConfig, max_tokens: int, max_rows: int, scratch_elements: int) -> int:
-        """What a workspace of these sizes takes."""
-        token = 4 * config.hidden_size + 2 * (sum(_widths(config).values()) + 2 * config.intermediate_size)
-        row = 2 * config.hidden_size + 4 * config.vocab_size
-        return max_tokens * token + max_rows * row + 2 * scratch_elements
+        self.logits = torch.empty(max_rows, _logits_stride(config), dtype=torch.float32, device=device)
 
     def activations(self, tokens: int) -> Activations:
         """The memory of a pass over so many tokens: always the same place."""
@@ -90,6 +83,11 @@ class Workspace:
         shaped = {name: part.view(tokens, -1) for name, part in parts.items() if name != "q"}
         q = parts["q"].view(tokens, self._config.num_heads, self._config.head_dim)
         return Activations(residual=self._residual[:tokens], q=q, **shaped)
+
+
+def _logits_stride(config: ModelConfig) -> int:
+    """The vocabulary, rounded up so that rows of logits begin at multiples of 16 bytes."""
+    return -(-config.vocab_size // 4) * 4
 
 
 def _widths(config: ModelConfig) -> dict[str, int]:
@@ -141,7 +139,7 @@ class CudaDecoder:
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
             fused.rms_norm(run.residual, layer.input_norm, eps, run.normed, add=delta)
-            layer.qkv(run.normed, run.qkv, scratch)
+            layer.qkv(run.normed, run.qkv, scratch, biased=False)
             fused.rope_and_write(
                 run.qkv,
                 layer.qkv.bias,
@@ -155,26 +153,20 @@ class CudaDecoder:
                 run.q,
             )
             attend(index, run.q, run.attended)
-            _into_delta(layer.attention_out, run.attended, run.delta, scratch)
+            layer.attention_out(run.attended, run.delta, scratch)
             fused.rms_norm(run.residual, layer.mlp_norm, eps, run.normed, add=run.delta)
             layer.gate_up.gated(run.normed, run.gated, scratch)
-            _into_delta(layer.down, run.gated, run.delta, scratch)
+            layer.down(run.gated, run.delta, scratch)
             delta = run.delta
         return run
 
     def logits(self, run: Activations, rows: Tensor, workspace: Workspace) -> Tensor:
-        """fp32 [R, V] of the tokens `rows` int32 [R] of a pass; valid until the next call."""
+        """fp32 [R, V rounded up to 4] of the tokens `rows` int32 [R] of a pass; valid until the next call."""
         normed = workspace.head_input[: len(rows)]
         logits = workspace.logits[: len(rows)]
         fused.rms_norm_rows(run.residual, self._final_norm, self.config.rms_norm_eps, rows, normed, add=run.delta)
-        self._head(normed, logits, workspace.scratch)
+        self._head(normed, logits[:, : self.config.vocab_size], workspace.scratch)
         return logits
-
-
-def _into_delta(linear: CudaLinear, x: Tensor, delta: Tensor, scratch: Scratch) -> None:
-    linear(x, delta, scratch)
-    if linear.bias is not None:
-        delta.add_(linear.bias)
 
 
 def load_cuda_decoder(config: ModelConfig, source: TensorSource, dtype: torch.dtype, positions: int) -> CudaDecoder:

@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels import fused, w4
+from ...kernels import fused, w4, w4_wide
 from .layers import Int8Weight
 from .w4a16 import W4Weight
 
 GATE_UP_TURNS = 8
-W4_MOST_ROWS = 64  # above, dequantizing the matrix for cuBLAS is faster
+W4_MOST_ROWS = 64  # of `w4_linear`; above, other ways are faster
 _SLICE_ELEMENTS = 16 << 20  # of a four-bit matrix, dequantized at once: 32 MiB stay in a large GPU's cache
 
 
@@ -33,8 +33,16 @@ class Scratch:
     gate_up: Tensor
 
 
+class PackedProduct(Protocol):
+    """out = x W^T + bias for a packed W; with `silu`, silu(gate) * up of it."""
+
+    def __call__(
+        self, x: Tensor, matrix: w4.W4Matrix, out: Tensor, *, bias: Tensor | None = None, silu: bool = False
+    ) -> None: ...
+
+
 class CudaLinear(Protocol):
-    """y = x W^T for W [n, k] and x [m, k], both in the compute dtype. `bias` [n] is added unless the caller does."""
+    """y = x W^T + b for W [n, k] and x [m, k], in the compute dtype. `bias` [n] is None where there is none."""
 
     n: int
     bias: Tensor | None
@@ -47,12 +55,12 @@ class CudaLinear(Protocol):
         """What `Scratch.dense` must hold."""
         ...
 
-    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """out [m, n] = x W^T, without the bias."""
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
+        """out [m, n] = y; not `biased`: without the bias, which the caller adds."""
         ...
 
     def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """out [m, n/2] = silu(gate) * up, for a matrix of gate and up, bias included."""
+        """out [m, n/2] = silu(gate) * up of y, for a matrix of gate and up."""
         ...
 
 
@@ -70,12 +78,14 @@ class DenseCudaLinear:
         """Bytes that this layer keeps in memory."""
         return self._weight.nbytes + _nbytes(self.bias)
 
-    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """See CudaLinear."""
         if out.dtype is x.dtype:
             torch.mm(x, self._weight.t(), out=out)
         else:
             torch.mm(x, self._weight.t(), out_dtype=out.dtype, out=out)
+        if biased and self.bias is not None:
+            out.add_(self.bias)
 
     def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         """See CudaLinear."""
@@ -83,7 +93,7 @@ class DenseCudaLinear:
 
 
 class W4CudaLinear:
-    """A four-bit matrix: multiplied as it is for few rows of x, dequantized in slices for many."""
+    """A four-bit matrix: multiplied as it is up to some number of rows of x, dequantized in slices for more."""
 
     def __init__(self, matrix: w4.W4Matrix, bias: Tensor | None) -> None:
         self.n, self.bias = matrix.n, bias
@@ -99,10 +109,12 @@ class W4CudaLinear:
         """See CudaLinear."""
         return max(part.n * part.k for part in self._slices)
 
-    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """See CudaLinear."""
-        if len(x) <= W4_MOST_ROWS:
-            w4.w4_linear(x, self._matrix, out)
+        bias = self.bias if biased else None
+        packed = self._packed_product(len(x))
+        if packed is not None:
+            packed(x, self._matrix, out, bias=bias)
             return
         column = 0
         for part in self._slices:
@@ -110,21 +122,28 @@ class W4CudaLinear:
             w4.w4_dequantize(part, dense)
             torch.mm(x, dense.t(), out=out[:, column : column + part.n])
             column += part.n
+        if bias is not None:
+            out.add_(bias)
 
     def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         """See CudaLinear."""
-        if len(x) <= W4_MOST_ROWS and self.bias is None:
-            w4.w4_linear(x, self._matrix, out, silu=True)
+        packed = self._packed_product(len(x))
+        if packed is not None:
+            packed(x, self._matrix, out, bias=self.bias, silu=True)
         else:
             _gate_apart(self, x, out, scratch)
+
+    def _packed_product(self, rows: int) -> PackedProduct | None:
+        """The kernel that multiplies so many rows with the packed matrix; None: dequantizing it is faster."""
+        if rows <= W4_MOST_ROWS:
+            return w4.w4_linear
+        return w4_wide.w4_wide_linear if w4_wide.supports(self._matrix, rows) else None
 
 
 def _gate_apart(linear: CudaLinear, x: Tensor, out: Tensor, scratch: Scratch) -> None:
     """The product first, silu(gate) * up from there."""
     gate_up = scratch.gate_up[: len(x) * linear.n].view(len(x), linear.n)
     linear(x, gate_up, scratch)
-    if linear.bias is not None:
-        gate_up.add_(linear.bias)
     fused.silu_multiply(gate_up, out)
 
 

@@ -1,0 +1,247 @@
+"""The executor on a GPU: one model, one pool, steps queued on one stream and read back one step late.
+
+Owns: what is loaded, how memory is shared out, which tokens of a step run in which pass. Does not know: how a pass runs
+(`cuda_runner`), how tokens are drawn (`cuda_sampler`), scheduling, sockets.
+
+Single tokens (decode) run as rows of a CUDA graph; longer chunks run together, kernel by kernel, unless the whole step
+is so small that its tokens fit in as rows too. With `deterministic` every token is a row, and a pass always has the
+same number of rows: then nothing that a token goes through depends on its company.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...kernels.errors import KernelError
+from ..control.plan import Chunk, StepPlan, StepResult
+from ..errors import EngineError, MemoryBudgetError
+from ..kv_layout import resolve_kv_cache_dtype
+from ..models.cuda_decoder import CudaDecoder, Workspace, load_cuda_decoder
+from ..models.registry import read_model_config
+from ..models.weights import Checkpoint, DummyCheckpoint
+from . import cuda_memory, cuda_support
+from .block_tables import BlockTables, TableChanges
+from .config import ExecutorConfig
+from .cuda_batch import IntArray, TokenArrays, buckets, token_arrays
+from .cuda_runner import CudaRunner, PassMemory, RunnerSizes
+from .cuda_sampler import CudaSampler, Picks, StepTokens
+from .cuda_transfer import CudaTransfers
+from .executor import Capacity
+from .kv_pool import KVPool
+from .memory import available_memory
+
+log = logging.getLogger(__name__)
+
+DEVICE = "cuda"
+DETERMINISTIC_ROWS = 32  # of every pass: few waste little when one request runs, many are faster for many
+SHORT_STEP_TOKENS = 64  # a step of so few tokens runs as rows, whatever its chunks
+SHORT_STEP_CONTEXT = 16384  # unless its rows would read more tokens' K and V than this
+CAPTURED_AT_START = 256  # larger graphs are captured when they are first needed
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A step that was begun: what it samples, the event behind it, and when it was begun."""
+
+    number: int
+    tokens: StepTokens
+    done: torch.cuda.Event
+    begun: float
+
+
+class CudaExecutor:
+    """See `executor.Executor`. Raises CheckpointError, SettingError and its MemoryBudgetError, EngineError for kernels
+    that cannot be compiled, ValueError (KV dtype) at construction."""
+
+    steps_ahead = 1
+
+    @torch.inference_mode()
+    def __init__(self, config: ExecutorConfig) -> None:
+        self._config, self.model_config = config, read_model_config(config.model_path)
+        compute = cuda_support.compute_dtype(config, self.model_config)
+        cuda_support.refuse_unsupported(config, self.model_config)
+        self._dtype = _DTYPES[compute]
+        self.kv_format = resolve_kv_cache_dtype(config.kv_cache_dtype, compute)
+        self._stream = torch.cuda.Stream()
+        self._pending: deque[_Pending] = deque()
+        self._sampled_before: dict[str, int] = {}
+        self._completed_at = 0.0
+        with torch.cuda.stream(self._stream), _explained():
+            self._load()
+
+    def _load(self) -> None:
+        """Everything that is no KV block first: what is left then is known."""
+        config, model = self._config, self.model_config
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        sizes = self._sizes = self._decide_sizes()
+        begun = cuda_memory.start()
+        decoder = self._load_decoder()
+        most_tokens = max(sizes.max_tokens, sizes.max_rows)
+        workspace = Workspace(model, self._dtype, most_tokens, sizes.max_rows, decoder.scratch_elements, DEVICE)
+        self._sampler = CudaSampler(
+            model.tokenizer_vocab_size, sizes.max_rows, sizes.max_tokens, sizes.max_seqs, DEVICE
+        )
+        one_block = KVPool(model.kv_shape, config.block_size, self.kv_format, 1, 0, DEVICE)
+        memory = PassMemory(one_block.pages, model.num_heads, sizes, DEVICE)
+        graphs = cuda_memory.GRAPH_BYTES * len(sizes.buckets)
+        self._memory = begun.now(config.gpu_memory_utilization, decoder.nbytes, graphs)
+        self.capacity = self._share_out(one_block.block_bytes)
+        blocks = self.capacity.num_gpu_blocks, self.capacity.num_cpu_blocks
+        self._pool = KVPool(model.kv_shape, config.block_size, self.kv_format, *blocks, DEVICE)
+        self._transfers = CudaTransfers(self._pool)
+        self._tables = BlockTables(sizes.max_seqs, sizes.max_blocks)
+        self._runner = CudaRunner(decoder, workspace, memory, self._pool.pages, self._sampler.memory)
+        self._runner.warm_up(CAPTURED_AT_START)
+
+    def _decide_sizes(self) -> RunnerSizes:
+        config = self._config
+        max_len = config.max_model_len or self.model_config.max_position_embeddings
+        rows = max(config.max_num_seqs, SHORT_STEP_TOKENS)
+        return RunnerSizes(
+            buckets=[DETERMINISTIC_ROWS] if config.deterministic else buckets(rows),
+            max_tokens=config.max_num_batched_tokens,
+            max_seqs=config.max_num_seqs,
+            max_blocks=-(-max_len // config.block_size),
+            max_len=max_len,
+            deterministic=config.deterministic,
+        )
+
+    def _load_decoder(self) -> CudaDecoder:
+        config, model = self._config, self.model_config
+        dummy = config.load_format == "dummy"
+        source = DummyCheckpoint(model, config.seed, DEVICE) if dummy else Checkpoint(model.path, DEVICE)
+        return load_cuda_decoder(model, source, self._dtype, self._sizes.max_len)
+
+    def _share_out(self, block_bytes: int) -> Capacity:
+        config, free_host = self._config, available_memory()
+        if config.cpu_offload_bytes > free_host:
+            problem = f"{config.cpu_offload_bytes >> 20} MiB of RAM wanted, {free_host >> 20} MiB are free"
+            raise MemoryBudgetError("--max-cpu-offload-mb", problem)
+        useful = self._sizes.max_seqs * self._sizes.max_blocks
+        blocks = cuda_memory.num_blocks(self._memory, block_bytes, config.num_gpu_blocks, useful)
+        return Capacity(blocks, config.cpu_offload_bytes // block_bytes, block_bytes)
+
+    @torch.inference_mode()
+    def begin_step(self, plan: StepPlan) -> None:
+        """Queue the plan's copies, then its passes."""
+        begun = time.perf_counter()
+        with torch.cuda.stream(self._stream):
+            self._transfers.begin(plan.moves)
+            step = self._sampler.begin_step()
+            if plan.chunks:
+                self._run(plan.chunks, step)
+            self._sampler.end_step(step)
+            done = torch.cuda.Event()
+            done.record()
+        self._sampled_before = step.sources()
+        self._pending.append(_Pending(plan.step, step, done, begun))
+
+    @torch.inference_mode()
+    def complete_step(self) -> StepResult:
+        """Wait for the oldest step; its tokens, and the copies that ended since the last call."""
+        if not self._pending:
+            raise RuntimeError("complete_step without begin_step")
+        pending = self._pending.popleft()
+        pending.done.synchronize()
+        tokens, failed = pending.tokens.read()
+        with torch.cuda.stream(self._stream):
+            moves = self._transfers.poll()
+        now = time.perf_counter()
+        seconds, self._completed_at = now - max(pending.begun, self._completed_at), now
+        return StepResult(pending.number, tokens, failed, moves, seconds)
+
+    def close(self) -> None:
+        """Wait for what is queued, and give the host's pinned memory back."""
+        self._stream.synchronize()
+        self._pool.close()
+
+    def describe(self) -> dict[str, str | int]:
+        """What was loaded and the memory it takes, for the line at start."""
+        capacity, memory = self.capacity, self._memory
+        return {
+            "model": self.model_config.architecture.names[0],
+            "gpu": torch.cuda.get_device_name(),
+            "free_bytes": memory.free,
+            "weights_bytes": memory.weights,
+            "workspace_bytes": memory.workspace,
+            "graphs_bytes": memory.graphs,
+            "reserve_bytes": memory.reserve,
+            "kv_format": self.kv_format,
+            "kv_blocks": capacity.num_gpu_blocks,
+            "kv_bytes": capacity.num_gpu_blocks * capacity.block_bytes,
+            "cpu_tier_blocks": capacity.num_cpu_blocks,
+            "cpu_tier_bytes": capacity.num_cpu_blocks * capacity.block_bytes,
+        }
+
+    def _run(self, chunks: Sequence[Chunk], step: StepTokens) -> None:
+        """All passes of a step."""
+        try:
+            changes = self._tables.update(chunks)
+            together = self._together(chunks)
+            rows = [i for i in range(len(chunks)) if i not in together] if together else range(len(chunks))
+            for group, run in ((rows, self._run_rows), (together, self._run_chunks)):
+                if group:
+                    run([chunks[i] for i in group], changes.rows[group], changes, step)
+                    changes = changes.part(0, 0)
+        except BaseException:
+            self._tables.forget()  # they may not have arrived
+            raise
+
+    def _together(self, chunks: Sequence[Chunk]) -> list[int]:
+        """The chunks whose tokens attend together, the longest context first."""
+        several = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1]
+        if not several or self._config.deterministic:
+            return []
+        reads = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens) for chunk in chunks)
+        if sum(chunk.num_tokens for chunk in chunks) <= SHORT_STEP_TOKENS and reads <= SHORT_STEP_CONTEXT:
+            return []
+        return sorted(several, key=lambda i: -(chunks[i].start + chunks[i].num_tokens))
+
+    def _run_rows(self, chunks: Sequence[Chunk], tables: IntArray, changes: TableChanges, step: StepTokens) -> None:
+        tokens = token_arrays(chunks, tables, self._sampled_before)
+        picks = _picks(chunks, tables, tokens)
+        for first in range(0, len(tokens), self._sizes.max_rows):
+            part = tokens.part(first, first + self._sizes.max_rows)
+            chosen = picks.part(first, first + len(part))
+            parameters = self._sampler.parameters(chosen, len(part))
+            result = self._runner.run_rows(part, parameters, changes)
+            changes = changes.part(0, 0)
+            if chosen.names:
+                self._sampler.sample(result, chosen, step)
+
+    def _run_chunks(self, chunks: Sequence[Chunk], tables: IntArray, changes: TableChanges, step: StepTokens) -> None:
+        tokens = token_arrays(chunks, tables, self._sampled_before)
+        picks = _picks(chunks, tables, tokens)
+        ends, picks.rows = picks.rows, np.arange(len(picks.names), dtype=np.int32)
+        result = self._runner.run_chunks(tokens, ends, self._sampler.parameters(picks, len(ends)), changes)
+        if result is not None:
+            self._sampler.sample(result, picks, step)
+
+
+def _picks(chunks: Sequence[Chunk], tables: IntArray, tokens: TokenArrays) -> Picks:
+    """The chunks that are sampled, each at its last token."""
+    chosen = [i for i, chunk in enumerate(chunks) if chunk.sample is not None]
+    specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+    return Picks([chunks[i].request_id for i in chosen], specs, tables[chosen].tolist(), tokens.ends[chosen])
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What goes wrong at start, in the engine's own errors."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        problem = f"the model and its workspace do not fit into the GPU's free memory: {error}"
+        raise MemoryBudgetError("MODEL", problem) from error
+    except KernelError as error:
+        raise EngineError(str(error)) from error

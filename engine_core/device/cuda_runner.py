@@ -1,0 +1,203 @@
+"""Passes of tokens through the model on the GPU: inputs shipped, kernels launched, logits left behind.
+
+Owns: the inputs' memory, the block tables on the GPU, decode graphs. Does not know: sampling, steps, copies.
+
+A pass is one of two kinds. Rows: tokens that attend one by one, whoever they belong to; padded to a bucket and run as a
+CUDA graph. Chunks: several tokens of a sequence attend together; run kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...kernels import decode_attention, prefill_attention, prefill_attention_hopper
+from ...kernels.decode_attention import DecodeSplits
+from ...kernels.pages import KVPages
+from ...kernels.prefill_attention import PrefillSplits
+from ...kernels.sampling import PARAMETERS
+from ..models.cuda_decoder import Activations, CudaDecoder, TokenInputs, Workspace
+from .block_tables import NO_CHANGES, TableChanges
+from .cuda_batch import NOWHERE, PADDING_POSITION, IntArray, Packer, TokenArrays, aligned, bucket_of
+from .graphs import DecodeGraphs
+from .staging import Staging
+
+_MOST_CHANGES = 1 << 16  # of block tables that travel with one pass
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSizes:
+    """`buckets`: numbers of rows of a pass. `max_tokens` in a pass of chunks; `max_seqs` sequences, each with a block
+    table of `max_blocks`. `deterministic`: one bucket, attention cut always alike."""
+
+    buckets: Sequence[int]
+    max_tokens: int
+    max_seqs: int
+    max_blocks: int
+    max_len: int
+    deterministic: bool
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of one pass."""
+        return self.buckets[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class PassLogits:
+    """What a pass leaves: `logits` fp32 [R, V], valid until the next pass; `parameters` int32 [R * 8], as shipped."""
+
+    logits: Tensor
+    parameters: Tensor
+
+
+class PassMemory:
+    """What passes need beside the workspace. Made before the pool is: `pages` may be any pool of its kind."""
+
+    def __init__(self, pages: KVPages, num_heads: int, sizes: RunnerSizes, device: str) -> None:
+        self.sizes, self.rows = sizes, _RowInputs(sizes.max_rows)
+        self.staging = Staging(self.rows.ints + _variable_ints(sizes), device)
+        shape = (sizes.max_blocks,)
+        self.tables = torch.zeros(sizes.max_seqs, *shape, dtype=torch.int32, device=device)
+        self.own_tables = torch.zeros(max(sizes.max_rows, sizes.max_seqs), *shape, dtype=torch.int32, device=device)
+        self.every_row = torch.arange(sizes.max_rows, dtype=torch.int32, device=device)
+        most_context = sizes.max_rows * sizes.max_len
+        splits = DecodeSplits.allocate(pages, num_heads, sizes.max_rows, most_context, sizes.deterministic)
+        self.decode_splits = replace(splits, plan=self.staging.device[self.rows.plan])
+        self.prefill_splits = PrefillSplits(pages.head_dim, pages.pool.device)
+
+
+class CudaRunner:
+    """`previous` int32: where a token's source points. Everything is launched on the current stream."""
+
+    def __init__(
+        self, decoder: CudaDecoder, workspace: Workspace, memory: PassMemory, pages: KVPages, previous: Tensor
+    ) -> None:
+        self._decoder, self._workspace, self._memory = decoder, workspace, memory
+        self._pages, self._previous = pages, previous
+        self._hopper = prefill_attention_hopper.supports(pages, decoder.config.num_heads)
+        self._graphs = DecodeGraphs(self._launch_rows)
+
+    def warm_up(self, most_rows: int) -> None:
+        """Compile and load the kernels, and capture graphs of up to `most_rows` rows. Block 0 is written into."""
+        sizes = self._memory.sizes
+        for bucket in sizes.buckets:
+            if bucket <= most_rows or bucket == sizes.buckets[0]:
+                self.run_rows(_padding(bucket), np.zeros(0, PARAMETERS), NO_CHANGES)
+        if not sizes.deterministic:
+            count = min(sizes.max_tokens, sizes.max_len)
+            tokens = replace(_padding(count), positions=np.arange(count, dtype=np.int32))
+            self.run_chunks(tokens, tokens.ends, np.zeros(1, PARAMETERS), NO_CHANGES)
+
+    def run_rows(self, tokens: TokenArrays, parameters: NDArray[np.void], changes: TableChanges) -> PassLogits:
+        """Tokens that attend one by one; logits of all, for which there are sampling `parameters` [T]."""
+        bucket = bucket_of(self._memory.sizes.buckets, len(tokens))
+        buffer, packer = self._begin(changes)
+        self._memory.rows.fill(buffer, tokens, bucket, self._memory.decode_splits)
+        places = packer.add(parameters)
+        self._send(packer, changes)
+        self._graphs(bucket)
+        return PassLogits(self._workspace.logits[: len(tokens)], self._at(places))
+
+    def run_chunks(
+        self, tokens: TokenArrays, sampled: IntArray, parameters: NDArray[np.void], changes: TableChanges
+    ) -> PassLogits | None:
+        """Whole chunks, best the longest context first; logits of the tokens `sampled` [R], None where R is 0."""
+        starts = np.concatenate((np.zeros(1, np.int32), tokens.ends + 1))
+        contexts = tokens.positions[tokens.ends] + 1
+        _, packer = self._begin(changes)
+        places = [packer.add(a) for a in (tokens.ids, tokens.source, tokens.positions, tokens.rows)]
+        chunk_places = [packer.add(a) for a in (tokens.rows[tokens.ends], starts, contexts)]
+        sampled_place, parameter_place = packer.add(sampled), packer.add(parameters)
+        self._send(packer, changes)
+        inputs = TokenInputs(*map(self._at, places), self._previous, self._memory.tables)
+        run = self._launch_chunks(inputs, *map(self._at, chunk_places), int(np.diff(starts).max()), int(contexts.max()))
+        if not len(sampled):
+            return None
+        logits = self._decoder.logits(run, self._at(sampled_place), self._workspace)
+        return PassLogits(logits, self._at(parameter_place))
+
+    def _at(self, place: slice) -> Tensor:
+        return self._memory.staging.device[place]
+
+    def _begin(self, changes: TableChanges) -> tuple[IntArray, Packer]:
+        """A buffer for one pass. More changes of block tables than it has room for are sent ahead."""
+        for first in range(_MOST_CHANGES, len(changes.places), _MOST_CHANGES):
+            packer = Packer(self._memory.staging.take(), self._memory.rows.ints)
+            self._send(packer, changes.part(first, first + _MOST_CHANGES))
+        buffer = self._memory.staging.take()
+        return buffer, Packer(buffer, self._memory.rows.ints)
+
+    def _send(self, packer: Packer, changes: TableChanges) -> None:
+        """Ship the buffer, and bring the block tables up to date from it."""
+        changes = changes.part(0, _MOST_CHANGES)
+        places, values = packer.add(changes.places), packer.add(changes.values)
+        self._memory.staging.send(packer.used)
+        if len(changes.places):
+            self._memory.tables.view(-1).index_copy_(0, self._at(places).view(torch.int64), self._at(values))
+
+    def _launch_rows(self, bucket: int) -> None:
+        fields = [self._at(field)[:bucket] for field in self._memory.rows.fields]
+        contexts, own_tables = fields.pop(), self._memory.own_tables[:bucket]
+        inputs = TokenInputs(*fields, self._previous, self._memory.tables)
+        torch.index_select(self._memory.tables, 0, inputs.sequences, out=own_tables)
+
+        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+            decode_attention.paged_decode(q, self._pages, layer, own_tables, contexts, self._memory.decode_splits, out)
+
+        run = self._decoder.forward(inputs, self._pages, attend, self._workspace)
+        self._decoder.logits(run, self._memory.every_row[:bucket], self._workspace)
+
+    def _launch_chunks(
+        self, inputs: TokenInputs, rows: Tensor, starts: Tensor, contexts: Tensor, max_queries: int, max_context: int
+    ) -> Activations:
+        tables = torch.index_select(self._memory.tables, 0, rows, out=self._memory.own_tables[: len(rows)])
+
+        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+            where = (self._pages, layer, tables, starts, contexts, max_queries, max_context)
+            if self._hopper:
+                prefill_attention_hopper.paged_prefill_hopper(q, *where, out)
+            else:
+                prefill_attention.paged_prefill(q, *where, out, self._memory.prefill_splits)
+
+        return self._decoder.forward(inputs, self._pages, attend, self._workspace)
+
+
+class _RowInputs:
+    """Where the inputs of a pass of rows lie at the beginning of the staging buffer: places that graphs know."""
+
+    def __init__(self, max_rows: int) -> None:
+        size = aligned(max_rows)
+        self.fields = [slice(i * size, i * size + max_rows) for i in range(5)]
+        """ids, source, positions, rows, contexts"""
+        self.plan = slice(5 * size, 5 * size + max_rows + 2)
+        self.ints = 5 * size + aligned(max_rows + 2)
+
+    def fill(self, buffer: IntArray, tokens: TokenArrays, bucket: int, splits: DecodeSplits) -> None:
+        """Write the tokens, padding up to `bucket`, and how their attention is cut."""
+        count = len(tokens)
+        arrays = (tokens.ids, tokens.source, tokens.positions, tokens.rows, tokens.positions + 1)
+        for field, values, padding in zip(self.fields, arrays, (0, NOWHERE, PADDING_POSITION, 0, 0), strict=True):
+            buffer[field][:count] = values
+            buffer[field][count:bucket] = padding
+        buffer[self.plan][: bucket + 2] = splits.plan_for(buffer[self.fields[-1]][:bucket])
+
+
+def _padding(count: int) -> TokenArrays:
+    """So many tokens that belong to nobody."""
+    zeros, nowhere = np.zeros(count, np.int32), np.full(count, NOWHERE, np.int32)
+    return TokenArrays(
+        zeros, nowhere, np.full(count, PADDING_POSITION, np.int32), zeros, np.array([count - 1], np.int32)
+    )
+
+
+def _variable_ints(sizes: RunnerSizes) -> int:
+    """The most that a pass packs behind the inputs of rows."""
+    token_arrays, chunk_arrays = 4 * aligned(sizes.max_tokens), 4 * aligned(sizes.max_seqs + 1)
+    parameters = max(sizes.max_rows, sizes.max_seqs) * PARAMETERS.itemsize // 4
+    return token_arrays + chunk_arrays + parameters + 3 * _MOST_CHANGES

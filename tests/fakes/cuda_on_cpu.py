@@ -1,0 +1,231 @@
+"""The CUDA executor without a GPU: every kernel replaced by plain torch, streams, events and graphs by nothing.
+
+Checks what the kernels' wrappers check by other means: shapes follow from the arithmetic. `emulate` patches the places
+that the executor calls; what it computes is exact enough to hold it against the CPU executor and transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from coldblock.engine_core.device import cuda_executor, cuda_runner, host_memory
+from coldblock.engine_core.device.kv_formats import KVFormat, make_format
+from coldblock.kernels import (
+    decode_attention,
+    fused,
+    prefill_attention,
+    prefill_attention_hopper,
+    sampling,
+    w4,
+    w4_wide,
+)
+from coldblock.kernels.decode_attention import DecodeSplits
+from coldblock.kernels.pages import KVPages
+from torch import Tensor
+
+FREE = 1 << 30
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, "the GPU" is the CPU."""
+    for module, name, replacement in (
+        (fused, "embed", embed),
+        (fused, "rms_norm", rms_norm),
+        (fused, "rms_norm_rows", rms_norm_rows),
+        (fused, "rope_and_write", rope_and_write),
+        (fused, "silu_multiply", silu_multiply),
+        (w4, "w4_linear", w4_linear),
+        (w4, "w4_dequantize", lambda matrix, out: out.copy_(w4.unpack_w4(matrix))),
+        (w4_wide, "supports", lambda *_: False),
+        (decode_attention, "paged_decode", paged_decode),
+        (prefill_attention, "paged_prefill", paged_prefill),
+        (prefill_attention_hopper, "supports", lambda *_: False),
+        (DecodeSplits, "allocate", decode_splits),
+        (sampling, "sample", sample),
+        (sampling, "penalize", penalize),
+        (host_memory, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype)),
+        (cuda_executor, "DEVICE", "cpu"),
+        (cuda_runner, "PrefillSplits", lambda *_: None),
+        (cuda_runner, "DecodeGraphs", lambda run: run),
+        (torch, "mm", mm),
+        (torch.cuda, "Stream", Nothing),
+        (torch.cuda, "Event", Nothing),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (torch.cuda, "get_device_name", lambda: "emulated"),
+        (torch.cuda, "mem_get_info", lambda: (FREE, 2 * FREE)),
+        (torch.cuda, "get_per_process_memory_fraction", lambda: 1.0),
+    ):
+        monkeypatch.setattr(module, name, replacement)
+
+
+class Nothing:
+    """A stream on which everything has happened already, or an event that has occurred."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None: ...
+
+    def record(self, *arguments: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Nothing) -> float:
+        return 1.0
+
+
+_mm = torch.mm
+
+
+def mm(x: Tensor, weight: Tensor, *, out: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    return out.copy_(_mm(x.float(), weight.float()))
+
+
+def embed(ids: Tensor, source: Tensor, previous: Tensor, table: Tensor, out: Tensor) -> None:
+    tokens = torch.where(source >= 0, previous[source.clamp_min(0).long()], ids)
+    assert ((tokens >= 0) & (tokens < len(table))).all()
+    out.copy_(table[tokens.long()])
+
+
+def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor, add: Tensor | None = None) -> None:
+    if add is not None:
+        residual.add_(add)
+    out.copy_(fused.rms_norm_reference(residual, weight, eps))
+
+
+def rms_norm_rows(
+    residual: Tensor, weight: Tensor, eps: float, rows: Tensor, out: Tensor, add: Tensor | None = None
+) -> None:
+    chosen = residual[rows.long()] if add is None else residual[rows.long()] + add[rows.long()]
+    out.copy_(fused.rms_norm_reference(chosen, weight, eps))
+
+
+def silu_multiply(gate_up: Tensor, out: Tensor) -> None:
+    out.copy_(fused.silu_multiply_reference(gate_up.float()))
+
+
+def w4_linear(x: Tensor, matrix: w4.W4Matrix, out: Tensor, *, bias: Tensor | None = None, silu: bool = False) -> None:
+    y = x.float() @ w4.unpack_w4(matrix).t()
+    y = y if bias is None else y + bias.float()
+    out.copy_(fused.silu_multiply_reference(y) if silu else y)
+
+
+class Planes:
+    """One layer of a pool, through the CPU's formats."""
+
+    def __init__(self, pages: KVPages, layer: int) -> None:
+        self.pages = pages
+        self.format: KVFormat = make_format(pages.format, pages.block_size, pages.head_dim)
+        self.per_layer = 2 * pages.num_kv_heads
+        self.rows = self.format.view(pages.pool.view(-1))[layer * self.per_layer :]
+
+    def numbers(self, blocks: Tensor) -> Tensor:
+        first = blocks.long()[..., None] * (self.pages.num_layers * self.per_layer)
+        return first + torch.arange(self.per_layer)
+
+    def write(self, blocks: Tensor, offsets: Tensor, kv: Tensor) -> None:
+        slots = self.format.slots(self.numbers(blocks), offsets.long()[:, None])
+        self.format.write(self.rows, slots, kv)
+
+    def read(self, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
+        """K and V fp32 [G, context, D] of one sequence."""
+        pages = self.pages
+        count = math.ceil(context / pages.block_size)
+        numbers = self.numbers(table[:count]).t().reshape(-1)
+        kv = self.format.read(self.rows.index_select(0, numbers)).float()
+        keys, values = kv.view(2, pages.num_kv_heads, -1, pages.head_dim)[:, :, :context]
+        return keys, values
+
+
+def rope_and_write(
+    qkv: Tensor,
+    bias: Tensor | None,
+    rotary: Tensor,
+    positions: Tensor,
+    sequences: Tensor,
+    block_tables: Tensor,
+    pages: KVPages,
+    layer: int,
+    num_heads: int,
+    q_out: Tensor,
+) -> None:
+    real = positions >= 0
+    if not real.any():
+        return
+    where = positions[real].long()
+    q, k, v = fused.rope_reference(qkv[real], bias, rotary, where, num_heads, pages.num_kv_heads)
+    q_out[real] = q.to(q_out.dtype)
+    blocks = block_tables[sequences[real].long(), where // pages.block_size]
+    Planes(pages, layer).write(blocks, where % pages.block_size, torch.cat((k, v), 1))
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    """q [T, H, D] at positions first, first + 1, ...; fp32 [T, H * D]."""
+    ratio = q.shape[1] // len(keys)
+    seen = torch.arange(keys.shape[1]) <= torch.arange(first, first + len(q))[:, None]
+    out = F.scaled_dot_product_attention(
+        q.float().transpose(0, 1), keys.repeat_interleave(ratio, 0), values.repeat_interleave(ratio, 0), seen
+    )
+    return out.transpose(0, 1).reshape(len(q), -1)
+
+
+def paged_decode(
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor, splits: object, out: Tensor
+) -> None:
+    planes = Planes(pages, layer)
+    out.zero_()
+    for row, context in enumerate(context_lens.tolist()):
+        if context:
+            out[row] = attend(q[row : row + 1], *planes.read(block_tables[row], context), context - 1)[0]
+
+
+def paged_prefill(
+    q: Tensor,
+    pages: KVPages,
+    layer: int,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    max_queries: int,
+    max_context: int,
+    out: Tensor,
+    splits: object,
+) -> None:
+    planes, starts, contexts = Planes(pages, layer), query_starts.tolist(), context_lens.tolist()
+    assert max_context == max(contexts)
+    assert max_queries == max(b - a for a, b in itertools.pairwise(starts))
+    for row, context in enumerate(contexts):
+        first, last = starts[row], starts[row + 1]
+        keys, values = planes.read(block_tables[row], context)
+        out[first:last] = attend(q[first:last], keys, values, context - (last - first)).to(out.dtype)
+
+
+def decode_splits(
+    pages: KVPages, num_heads: int, max_batch: int, max_tokens: int, deterministic: bool = False
+) -> DecodeSplits:
+    nothing = torch.zeros(0)
+    return DecodeSplits(torch.zeros(2 + max_batch, dtype=torch.int32), nothing, nothing, nothing, 1, 8, None)
+
+
+def sample(
+    logits: Tensor, vocab_size: int, parameters: Tensor, workspace: Tensor, tokens: Tensor, finite: Tensor
+) -> None:
+    rows = parameters.numpy().reshape(-1).view(sampling.PARAMETERS)
+    chosen, are_finite = sampling.sample_reference(logits.numpy(), vocab_size, rows)
+    tokens.copy_(torch.from_numpy(chosen))
+    finite.copy_(torch.from_numpy(are_finite))
+
+
+def penalize(logits: Tensor, vocab_size: int, entries: Tensor, penalties: Tensor) -> None:
+    for row, token, count in entries.tolist():
+        repetition, frequency, presence = penalties[row].tolist()
+        value = float(logits[row, token])
+        value = value / repetition if value > 0 else value * repetition
+        value -= frequency * count + presence if count > 0 else 0.0
+        logits[row, token] = -math.inf if count == sampling.BANNED else value
