@@ -8,13 +8,12 @@ A peer that sends rubbish gets a `Fault`; one that reads too slowly, falls silen
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
@@ -44,21 +43,33 @@ Snapshot = Callable[["Scheduler", int], messages.Stats]
 class Peer:
     """One connected client, from a `Hello` to the next. `backlog`: messages its full socket queue did not take.
 
-    `session` is part of its requests' engine-wide ids: what an earlier session left behind never meets a later one.
+    `requests`: its own ids of its open requests, and the engine-wide ones. `session` is part of the latter: what an
+    earlier session left behind never meets a later one.
     """
 
+    identity: bytes
     name: str
     session: int
     heard_at: float
-    requests: set[str] = field(default_factory=set)
+    requests: dict[str, str] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True)
 class _ToPeer:
     peer: bytes
-    message: messages.EngineMessage | messages.Stats
-    session: int | None = None  # None: whichever is there
+    stats: messages.Stats
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    request_id: str
+    field: str
+    value: str
+    allowed: str
+
+
+Outgoing = list[Update] | _Refusal | _ToPeer | messages.Stats
 
 
 class IpcPort:
@@ -73,9 +84,11 @@ class IpcPort:
         self._publisher = sockets.publisher(self._context, events_endpoint)
         self._peer_timeout_s = peer_timeout_s
         self._peers: dict[bytes, Peer] = {}
+        self._owners: dict[str, tuple[Peer, str]] = {}  # of open requests, by engine-wide id: the peer, and its own id
         self._sessions = itertools.count(1)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._outgoing: deque[list[Update] | _ToPeer | messages.Stats] = deque()
+        self._outgoing: deque[Outgoing] = deque()
+        self._woken = False  # a wake is on its way to the socket thread
         self._wake_address = f"inproc://wake-{id(self)}"
         self._wake_in = self._context.socket(zmq.PULL)
         self._wake_in.bind(self._wake_address)
@@ -98,6 +111,8 @@ class IpcPort:
     def take(self, wait_s: float) -> list[Command]:
         """The commands that have arrived; waits up to `wait_s` seconds for the first."""
         commands: list[Command] = []
+        if not wait_s and self._commands.empty():
+            return commands
         try:
             commands.append(self._commands.get(wait_s > 0, wait_s))
             while True:
@@ -115,8 +130,7 @@ class IpcPort:
 
     def refuse(self, request_id: str, field: str, value: str, allowed: str) -> None:
         """Tell the owner that the request was not taken."""
-        peer, session, own_id = split_id(request_id)
-        self._send(_ToPeer(peer, messages.Refused(own_id, field, value, allowed), session))
+        self._send(_Refusal(request_id, field, value, allowed))
 
     def report(self, scheduler: Scheduler, peer: bytes | None) -> None:
         """Send the engine's state to one peer, or publish it when `peer` is None."""
@@ -127,16 +141,21 @@ class IpcPort:
         """Send what is queued, then close the sockets."""
         self._closing = True
         if self._thread.is_alive():
-            self._wake_out.send(b"")
+            self._wake()
             self._thread.join(timeout=5)
         for socket in (self._wake_out, self._wake_in, self._router, self._publisher):
             socket.close()
         self._context.term()
 
-    def _send(self, item: list[Update] | _ToPeer | messages.Stats) -> None:
+    def _send(self, item: Outgoing) -> None:
         self._outgoing.append(item)
-        with contextlib.suppress(zmq.Again):  # a full wake queue means that the thread is already due
-            self._wake_out.send(b"", zmq.NOBLOCK)
+        self._wake()
+
+    def _wake(self) -> None:
+        """One wake is enough for all that is put out before the socket thread has taken it."""
+        if not self._woken:
+            self._woken = True
+            self._wake_out.send(b"")
 
     # ------------------------------------------------------------ the socket thread
 
@@ -157,7 +176,8 @@ class IpcPort:
         while not self._closing:
             ready = dict(poller.poll(POLL_MS))
             if self._wake_in in ready:
-                self._drain_wakes()
+                self._wake_in.recv()
+                self._woken = False  # before the delivery: who puts something out from now on wakes again
             self._deliver_all()
             if self._router in ready:
                 self._receive()
@@ -166,13 +186,6 @@ class IpcPort:
                 self._sweep(now, now - swept_at)
                 swept_at = now
         self._deliver_all()
-
-    def _drain_wakes(self) -> None:
-        try:
-            while True:
-                self._wake_in.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return
 
     def _receive(self) -> None:
         """Read what has arrived, but no more than a handful: replies must not wait behind a flood."""
@@ -202,7 +215,8 @@ class IpcPort:
                 self._submit(identity, peer, message)
             case messages.Abort(request_ids):
                 for own_id in request_ids:
-                    self._commands.put(Cancel(join_id(identity, peer.session, own_id)))
+                    if request_id := peer.requests.get(own_id):
+                        self._commands.put(Cancel(request_id))
             case messages.Ping(sequence):
                 self._write(identity, messages.Pong(sequence, self._step_age()))
             case messages.StatsRequest():
@@ -220,7 +234,7 @@ class IpcPort:
                 "install the same version of coldblock on both sides",
             )
         self._forget(identity)  # the same identity again is a peer that started anew
-        self._peers[identity] = Peer(hello.name, next(self._sessions), now)
+        self._peers[identity] = Peer(identity, hello.name, next(self._sessions), now)
         self._write(identity, self._welcome)
 
     def _submit(self, identity: bytes, peer: Peer, submit: messages.Submit) -> None:
@@ -229,9 +243,10 @@ class IpcPort:
             self._write(identity, refused)
             return
         prompt = codec.unpack_tokens(submit.prompt)
-        peer.requests.add(submit.request_id)
         sampling = Sampling(**msgspec.structs.asdict(submit.sampling))
         request_id = join_id(identity, peer.session, submit.request_id)
+        peer.requests[submit.request_id] = request_id
+        self._owners[request_id] = (peer, submit.request_id)
         self._commands.put(Add(request_id, prompt, sampling, submit.priority))
 
     def _sweep(self, now: float, elapsed: float) -> None:
@@ -253,8 +268,9 @@ class IpcPort:
     def _forget(self, identity: bytes) -> None:
         peer = self._peers.pop(identity, None)
         if peer is not None:
-            for own_id in peer.requests:
-                self._commands.put(Cancel(join_id(identity, peer.session, own_id)))
+            for request_id in peer.requests.values():
+                del self._owners[request_id]
+                self._commands.put(Cancel(request_id))
 
     # ------------------------------------------------------------ sending
 
@@ -264,47 +280,57 @@ class IpcPort:
             match item:
                 case list():
                     self._deliver(item)
-                case _ToPeer(identity, message, session):
-                    peer = self._peers.get(identity)
-                    if peer is None or session not in (None, peer.session):
-                        continue
-                    if isinstance(message, messages.Refused):
-                        peer.requests.discard(message.request_id)
-                    self._write(identity, message)
+                case _Refusal(request_id, field, value, allowed):
+                    if owner := self._disown(request_id):
+                        peer, own_id = owner
+                        self._write(peer.identity, messages.Refused(own_id, field, value, allowed))
+                case _ToPeer(identity, stats):
+                    if identity in self._peers:
+                        self._write(identity, stats)
                 case messages.Stats():
                     self._publish(sockets.TOPIC_STATS, item)
 
     def _deliver(self, updates: list[Update]) -> None:
         """One `Tokens` a peer; a swap event goes out in its place between a request's tokens."""
-        pending: dict[bytes, dict[str, list[Update]]] = {}
+        pending: defaultdict[bytes, dict[str, messages.TokensOut]] = defaultdict(dict)
         for update in updates:
-            identity, session, own_id = split_id(update.request_id)
-            peer = self._peers.get(identity)
-            has_owner = peer is not None and peer.session == session
             if isinstance(update, SwapUpdate):
-                event = self._swap_event(own_id, update)
-                if has_owner:
-                    self._flush(identity, pending.pop(identity, {}))
-                    self._write(identity, event)
-                self._publish(sockets.TOPIC_SWAP, event)
-            elif has_owner:
-                pending.setdefault(identity, {}).setdefault(own_id, []).append(update)
+                self._deliver_swap(update, pending)
+                continue
+            finished = isinstance(update, FinishedUpdate)
+            owner = self._disown(update.request_id) if finished else self._owners.get(update.request_id)
+            if owner is None:
+                continue
+            peer, own_id = owner
+            outputs = pending[peer.identity]
+            out = tokens_out(own_id, update)
+            outputs[own_id] = _joined(outputs[own_id], out) if own_id in outputs else out
         for identity, outputs in pending.items():
             self._flush(identity, outputs)
 
-    def _flush(self, identity: bytes, outputs: dict[str, list[Update]]) -> None:
-        peer = self._peers.get(identity)
-        if peer is None or not outputs:
-            return
-        message = messages.Tokens(tuple(tokens_out(own_id, updates) for own_id, updates in outputs.items()))
-        for output in message.outputs:
-            if output.finished is not None:
-                peer.requests.discard(output.request_id)
-        self._write(identity, message)
+    def _deliver_swap(self, update: SwapUpdate, pending: dict[bytes, dict[str, messages.TokensOut]]) -> None:
+        event = self._swap_event(update)
+        if owner := self._owners.get(update.request_id):
+            peer, _ = owner
+            self._flush(peer.identity, pending.pop(peer.identity, {}))
+            self._write(peer.identity, event)
+        self._publish(sockets.TOPIC_SWAP, event)
 
-    def _swap_event(self, own_id: str, update: SwapUpdate) -> messages.SwapEvent:
+    def _flush(self, identity: bytes, outputs: dict[str, messages.TokensOut]) -> None:
+        if outputs and identity in self._peers:
+            self._write(identity, messages.Tokens(tuple(outputs.values())))
+
+    def _disown(self, request_id: str) -> tuple[Peer, str] | None:
+        """The owner of a request whose last word this is."""
+        owner = self._owners.pop(request_id, None)
+        if owner is not None:
+            peer, own_id = owner
+            del peer.requests[own_id]
+        return owner
+
+    def _swap_event(self, update: SwapUpdate) -> messages.SwapEvent:
         return messages.SwapEvent(
-            request_id=own_id,
+            request_id=own_id_of(update.request_id),
             phase=update.phase,
             reason=update.reason,
             blocks=update.blocks,
@@ -356,23 +382,25 @@ def join_id(peer: bytes, session: int, own_id: str) -> str:
     return f"{peer.hex()}/{session}/{own_id}"
 
 
-def split_id(request_id: str) -> tuple[bytes, int, str]:
-    """Undo `join_id`."""
-    peer, session, own_id = request_id.split("/", 2)
-    return bytes.fromhex(peer), int(session), own_id
+def own_id_of(request_id: str) -> str:
+    """The peer's own id in an engine-wide one."""
+    return request_id.split("/", 2)[2]
 
 
-def tokens_out(own_id: str, updates: list[Update]) -> messages.TokensOut:
-    """What one step brought to one request, as it travels."""
-    sampled = [update.token for update in updates if isinstance(update, TokenUpdate)]
-    with_logprobs = any(token.logprob is not None for token in sampled)
-    finished = next((update for update in updates if isinstance(update, FinishedUpdate)), None)
-    return messages.TokensOut(
-        own_id,
-        codec.pack_tokens([token.token_id for token in sampled]),
-        tuple(messages.TokenLogprob(token.logprob or 0.0, token.top) for token in sampled) if with_logprobs else None,
-        None if finished is None else _finished(finished),
-    )
+def tokens_out(own_id: str, update: TokenUpdate | FinishedUpdate) -> messages.TokensOut:
+    """An update of one request as it travels."""
+    if isinstance(update, FinishedUpdate):
+        return messages.TokensOut(own_id, b"", None, _finished(update))
+    token = update.token
+    if token.logprob is None:
+        return messages.TokensOut(own_id, codec.pack_token(token.token_id))
+    logprobs = (messages.TokenLogprob(token.logprob, token.top),)
+    return messages.TokensOut(own_id, codec.pack_token(token.token_id), logprobs)
+
+
+def _joined(first: messages.TokensOut, then: messages.TokensOut) -> messages.TokensOut:
+    logprobs = None if first.logprobs is None else first.logprobs + (then.logprobs or ())
+    return messages.TokensOut(first.request_id, first.tokens + then.tokens, logprobs, then.finished)
 
 
 def _finished(update: FinishedUpdate) -> messages.Finished:

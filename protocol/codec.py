@@ -115,6 +115,11 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def pack_token(token_id: int) -> bytes:
+    """What `pack_tokens` makes of one id."""
+    return token_id.to_bytes(4, "little")
+
+
 def _first_misfit(token_ids: Iterable[object]) -> object:
     return next((i for i in token_ids if not isinstance(i, int) or not 0 <= i < _TOKEN_ID_LIMIT), None)
 
