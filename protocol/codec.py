@@ -126,6 +126,8 @@ def _first_misfit(token_ids: Iterable[object]) -> object:
 
 def unpack_tokens(packed: bytes) -> list[int]:
     """The ids that `pack_tokens` packed. Raises ProtocolError "malformed" when the length is no multiple of 4."""
+    if len(packed) == 4:  # nearly all that a client sees
+        return [int.from_bytes(packed, "little")]
     if len(packed) % 4:
         raise ProtocolError("malformed", f"packed token ids of {len(packed)} bytes: not a multiple of 4")
     token_ids = array("I", packed)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from msgspec import Struct
+
 from .errors import ColdblockError
 from .messages import Finished, SwapEvent, TokenLogprob
 from .text import TextStream
 
 
-@dataclass(frozen=True, slots=True)
-class TokenChunk:
+class TokenChunk(Struct, frozen=True):
     """New tokens of one request. `text` is what they complete, "" without a tokenizer. The last has `finished` set."""
 
     token_ids: tuple[int, ...]
