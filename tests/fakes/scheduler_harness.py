@@ -91,6 +91,14 @@ class Harness:
 
     def step(self) -> StepPlan | None:
         """One turn of the step loop. None when the scheduler planned nothing; then nothing is left in flight."""
+        plan = self.begin()
+        if self.in_flight > (self.steps_ahead if plan is not None else 0):
+            self.complete()
+        self.collect(self.scheduler.drain())
+        return plan
+
+    def begin(self) -> StepPlan | None:
+        """The first half of a turn: plan, and begin what was planned."""
         self.clock.now += 0.01
         plan = self.scheduler.plan()
         check_invariants(self.scheduler)
@@ -99,12 +107,13 @@ class Harness:
             self.in_flight += 1
         elif not self.in_flight:
             assert not self.scheduler.has_work(), f"work, but no plan: {self.scheduler.requests()}"
-        if self.in_flight > (self.steps_ahead if plan is not None else 0):
-            self.scheduler.apply(self.executor.complete_step())
-            self.in_flight -= 1
-        self.collect(self.scheduler.drain())
-        check_invariants(self.scheduler)
         return plan
+
+    def complete(self) -> None:
+        """The second half: complete and apply the oldest step in flight."""
+        self.scheduler.apply(self.executor.complete_step())
+        self.in_flight -= 1
+        check_invariants(self.scheduler)
 
     def run(self, max_steps: int = 5000) -> None:
         """Step until nothing is left, then check that nothing is left behind and every text is right."""
@@ -145,10 +154,11 @@ class Harness:
         """Compare a finished request with what its prompt and sampling alone determine."""
         tokens, end, asked = self.tokens[request_id], self.finished[request_id], self.asked[request_id]
         prompt, ends = asked.tokens[: asked.prompt_length], asked.end_tokens
-        answer = expected_tokens(prompt, asked.max_tokens, VOCAB, ends, asked.sampling.min_tokens)
+        most = asked.limit - asked.prompt_length
+        answer = expected_tokens(prompt, most, VOCAB, ends, asked.sampling.min_tokens)
         assert tokens == answer[: len(tokens)] and end.completion_tokens == len(tokens)
         if end.reason in ("stop", "length"):
-            assert tokens == answer and end.reason == ("length" if len(answer) == asked.max_tokens else "stop")
+            assert tokens == answer and end.reason == ("length" if len(answer) == most else "stop")
 
     def forget(self, request_id: str) -> None:
         """Check a finished request, and let its id be used anew."""
@@ -200,7 +210,7 @@ def check_steps_in_flight(scheduler: Scheduler) -> None:
     for request in scheduler._requests.values():
         chunks = [chunk for step in scheduler._in_flight for r, chunk in step if r is request]
         assert request.num_tokens - len(request.tokens) == sum(chunk.sample is not None for chunk in chunks)
-        assert request.num_tokens - request.prompt_length <= request.max_tokens, "it goes on behind its end"
+        assert request.num_tokens <= request.limit, "it goes on behind its end"
         assert not chunks or request.state not in (State.SWAPPED, State.SWAPPING_IN)
         if request.request_id in scheduler._running:
             applied = request.computed_tokens - sum(chunk.num_tokens for chunk in chunks)

@@ -1,21 +1,24 @@
 """A state machine that submits, aborts, fails and steps at random, with copies that last, end in any order, or fail.
 
 The fake executor checks every page that it is given, slot by slot. After every step both tiers are counted anew, and
-at the end everybody has finished with the text that its prompt alone determines, and both tiers are empty.
+at the end everybody has finished with the text that its prompt and sampling alone determine, and both tiers are empty.
 """
 
 from __future__ import annotations
 
-from hypothesis import settings
+from coldblock.engine_core.control.request import State
+from fake_executor import expected_tokens
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from scheduler_harness import Harness
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_harness import VOCAB, Harness, check_invariants
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Prompts share prefixes on purpose; the pools are too small for what is asked of them."""
 
     @initialize(
+        steps_ahead=st.sampled_from([0, 1, 1]),
         gpu_blocks=st.integers(3, 14),
         cpu_blocks=st.sampled_from([0, 1, 3, 6, 30]),
         prefix_cache=st.booleans(),
@@ -26,6 +29,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(
         self,
+        steps_ahead: int,
         gpu_blocks: int,
         cpu_blocks: int,
         prefix_cache: bool,
@@ -38,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.failures: list[bool] = []
         self.added = 0
         self.harness = Harness(
+            steps_ahead=steps_ahead,
             delay=lambda move: self.delays.pop() if self.delays else 0,
             fails=lambda move: self.failures.pop() if self.failures else False,
             block_size=4,
@@ -54,18 +59,50 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared=st.integers(0, 20),
         own=st.lists(st.integers(0, 3), min_size=1, max_size=12),
         max_tokens=st.integers(1, 30),
+        stops_at=st.sampled_from([None, None, 0, 1, 3, 8]),
+        penalized=st.sampled_from([False, False, True]),
         priority=st.sampled_from([0, 0, 0, 1]),
     )
-    def arrive(self, shared: int, own: list[int], max_tokens: int, priority: int) -> None:
-        prompt = [*range(shared), *own][-(self.harness.config.max_request_tokens - 1) :]
-        self.harness.add(f"r{self.added}", prompt, max_tokens, priority)
+    def arrive(
+        self,
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        stops_at: int | None,
+        penalized: bool,
+        priority: int,
+    ) -> None:
+        self.add(f"r{self.added}", [*range(shared), *own], max_tokens, stops_at, penalized, priority)
         self.added += 1
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data(), own=st.lists(st.integers(0, 3), min_size=1, max_size=12), max_tokens=st.integers(1, 8))
+    def arrive_under_an_old_id(self, data: st.DataObject, own: list[int], max_tokens: int) -> None:
+        """What the old request still has in flight, steps or copies, is nothing to the new one."""
+        request_id = f"r{data.draw(st.integers(0, self.added - 1))}"
+        if request_id in self.harness.finished:
+            self.harness.forget(request_id)
+            self.harness.executor.failing.discard(request_id)
+            self.add(request_id, own, max_tokens)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        stops_at: int | None = None,
+        penalized: bool = False,
+        priority: int = 0,
+    ) -> None:
+        prompt = prompt[-(self.harness.config.max_request_tokens - 1) :]
+        stops = () if stops_at is None else (expected_tokens(prompt, stops_at + 1, VOCAB)[-1],)
+        penalty = 1.5 if penalized else 1.0
+        self.harness.add(request_id, prompt, max_tokens, priority, stop_token_ids=stops, repetition_penalty=penalty)
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            worked = self.harness.step() is not None
-            assert worked or not self.harness.scheduler.has_work(), "work, but no plan"
+            self.harness.step()
 
     @rule(delays=st.lists(st.integers(0, 9), min_size=1, max_size=4))
     def copies_take_long(self, delays: list[int]) -> None:
@@ -85,10 +122,53 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject) -> None:
         self.harness.executor.failing.add(f"r{data.draw(st.integers(0, self.added - 1))}")
 
+    @precondition(lambda self: self.added)
+    @rule(data=st.data())
+    def recompute(self, data: st.DataObject) -> None:
+        """Whoever runs may be recomputed at any time, its token in flight or not."""
+        request = self.harness.scheduler._requests.get(f"r{data.draw(st.integers(0, self.added - 1))}")
+        if request is not None and request.state in (State.PREFILL, State.DECODE):
+            self.harness.scheduler._preempt(request, self.harness.clock())
+
+    @invariant()
+    def counts_hold(self) -> None:
+        if hasattr(self, "harness"):
+            check_invariants(self.harness.scheduler)
+
     def teardown(self) -> None:
         if hasattr(self, "harness"):
             self.harness.run()
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    load=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.booleans()), min_size=1, max_size=12),
+    gpu_blocks=st.integers(16, 24),
+    cpu_blocks=st.sampled_from([0, 6, 40]),
+    delay=st.integers(0, 3),
+    prefix_cache=st.booleans(),
+)
+def test_working_ahead_changes_no_answer(
+    load: list[tuple[int, int, bool]], gpu_blocks: int, cpu_blocks: int, delay: int, prefix_cache: bool
+) -> None:
+    told = []
+    for steps_ahead in (0, 1):
+        harness = Harness(
+            steps_ahead=steps_ahead,
+            delay=lambda move: delay,
+            block_size=4,
+            num_gpu_blocks=gpu_blocks,
+            num_cpu_blocks=cpu_blocks,
+            prefix_cache=prefix_cache,
+        )
+        for index, (prompt, answer, stops) in enumerate(load):
+            harness.add(f"r{index}", range(prompt), answer, stop_token_ids=tuple(range(0, VOCAB, 7)) if stops else ())
+            harness.step()
+        harness.run()
+        ends = {name: (end.reason, end.stop_token, end.completion_tokens) for name, end in harness.finished.items()}
+        told.append((harness.tokens, ends, harness.scheduler.counters.generation_tokens))
+    assert told[0] == told[1]
