@@ -100,24 +100,22 @@ class EngineStats:
 
     def updated(self, updates: list[Update], now: float) -> None:
         """These updates went out. Most tokens of a step have the time of the token before in common."""
-        times_before = []
+        times_before: list[float | None] = []
         for update in updates:
-            match update:
-                case TokenUpdate(request_id):
-                    clocked = self._live[request_id]
-                    if clocked.token_at is None:
-                        self.ttft.observe(now - clocked.arrived_at)
-                        self._rate.count(now)
-                    else:
-                        times_before.append(clocked.token_at)
-                    clocked.token_at = now
-                case FinishedUpdate():
-                    self._finished(update, now)
-                case SwapUpdate():
-                    self._swapped(update)
+            if isinstance(update, TokenUpdate):
+                clocked = self._live[update.request_id]
+                times_before.append(clocked.token_at)
+                if clocked.token_at is None:
+                    self.ttft.observe(now - clocked.arrived_at)
+                clocked.token_at = now
+            elif isinstance(update, FinishedUpdate):
+                self._finished(update, now)
+            else:
+                self._swapped(update)
+        self._rate.count(now, len(times_before))
         for before, tokens in Counter(times_before).items():
-            self.itl.observe(now - before, tokens)
-            self._rate.count(now, tokens)
+            if before is not None:
+                self.itl.observe(now - before, tokens)
 
     def _finished(self, update: FinishedUpdate, now: float) -> None:
         clocked = self._live.pop(update.request_id)
@@ -237,7 +235,7 @@ class _Rate:
         self._count = 0
         self._last = 0.0
 
-    def count(self, now: float, tokens: int = 1) -> None:
+    def count(self, now: float, tokens: int) -> None:
         self._turn(now)
         self._count += tokens
 

@@ -76,7 +76,7 @@ class IllegalTransition(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One live request. `tokens` is prompt and answer so far, as far as they are known.
+    """One live request. `tokens` is prompt and answer so far, as far as they are known; at `limit` of them it ends.
 
     `num_tokens` counts, beyond `tokens`, the one that a step in flight samples. `computed_tokens` of them have their KV
     in blocks once the steps in flight are done. The KV of token i lies in block i // block_size of `block_table`, or of
@@ -89,7 +89,7 @@ class Request:
     prompt_length: int
     sampling: Sampling
     seed: int
-    max_tokens: int
+    limit: int
     end_tokens: tuple[int, ...]
     priority: int
     arrival: int
@@ -100,6 +100,7 @@ class Request:
     num_tokens: int = field(init=False)
     computed_tokens: int = 0
     last_step: int = 0  # the last step that ran tokens of it
+    penalized: bool = field(init=False)  # its sampling must know all tokens before
     block_table: array[int] = field(default_factory=lambda: array("i"))
     swap: Swap | None = None
     swap_reason: SwapReason = "growth"
@@ -124,6 +125,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
+        self.penalized = self.sampling.penalizes
 
     @property
     def num_outputs(self) -> int:
@@ -142,8 +144,8 @@ class Request:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether the step in flight samples its last token: it is over, unless that step says so earlier."""
-        return self.awaits_token and self.num_tokens - self.prompt_length >= self.max_tokens
+        """Whether a step in flight samples its last token: when that is applied, it is over."""
+        return self.num_tokens >= self.limit
 
     def on(self, event: Event) -> None:
         """Move to the state that TRANSITIONS gives. Raises IllegalTransition for a pair that is not in it."""

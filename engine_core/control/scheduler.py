@@ -126,12 +126,11 @@ class Scheduler:
 
     def add(self, request_id: str, prompt: Sequence[int], sampling: Sampling, priority: int = 0) -> None:
         """Take a request. Raises Refusal when it can never run or is out of range; `max_tokens` is cut to the room."""
-        config = self.config
+        config, limit = self.config, self.config.max_request_tokens
         if request_id in self._requests:
             raise Refusal("request_id", request_id, "an id that no live request has")
         check_prompt(prompt, config.vocab_size, config.max_model_len, config.num_gpu_blocks, config.block_size)
         check_sampling(sampling, config.vocab_size)
-        room = config.max_request_tokens - len(prompt)
         self._arrivals += 1
         request = Request(
             request_id=request_id,
@@ -139,7 +138,7 @@ class Scheduler:
             prompt_length=len(prompt),
             sampling=sampling,
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
-            max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+            limit=min(limit, len(prompt) + sampling.max_tokens) if sampling.max_tokens is not None else limit,
             end_tokens=sampling.stop_token_ids + (() if sampling.ignore_eos else config.eos_token_ids),
             priority=priority,
             arrival=self._arrivals,
@@ -191,7 +190,7 @@ class Scheduler:
         short = [
             request
             for request in self._running.values()
-            if request.num_tokens > size * len(request.block_table) and not request.ends_in_flight
+            if request.num_tokens > size * len(request.block_table) and request.num_tokens < request.limit
         ]
         short.sort(key=lambda request: request.arrival)
         # One that had to leave for an elder is not running any more.
@@ -339,28 +338,26 @@ class Scheduler:
 
     def _choose_chunks(self, now: float) -> list[tuple[Request, Chunk]]:
         """The step's chunks within its token budget: decodes, then prefills in the order they were admitted."""
-        budget = self.config.max_num_batched_tokens
-        stepping, prefills = [], []
+        budget, size = self.config.max_num_batched_tokens, self.config.block_size
+        prefill = State.PREFILL
+        stepping, prefilling = [], []
         for request in self._running.values():
-            if request.state is State.PREFILL:
-                prefills.append(request)
-            elif budget and self._may_decode(request):
+            if request.state is prefill:
+                prefilling.append(request)
+            elif (
+                budget > 0
+                and request.num_tokens <= size * len(request.block_table)
+                and request.num_tokens < request.limit
+                and not (request.penalized and request.awaits_token)
+            ):
                 stepping.append((request, self._plan_chunk(request, 1, now)))
                 budget -= 1
-        for request in prefills:
+        for request in prefilling:
             count = min(self._chunk_tokens(request), budget)
-            if count and self._has_blocks(request, count):
+            if count > 0 and request.computed_tokens + count <= size * len(request.block_table):
                 stepping.append((request, self._plan_chunk(request, count, now)))
                 budget -= count
         return stepping
-
-    def _may_decode(self, request: Request) -> bool:
-        if request.awaits_token and (request.ends_in_flight or request.sampling.penalizes):
-            return False
-        return self._has_blocks(request, 1)
-
-    def _has_blocks(self, request: Request, count: int) -> bool:
-        return request.computed_tokens + count <= self.config.block_size * len(request.block_table)
 
     def _plan_chunk(self, request: Request, count: int, now: float) -> Chunk:
         """The next `count` tokens of a request: from now on they count as computed, and one that they sample exists."""
@@ -392,37 +389,36 @@ class Scheduler:
             self._apply_move(done, now)
 
     def _apply_chunk(self, request: Request, chunk: Chunk, result: StepResult, now: float) -> None:
-        request_id = chunk.request_id
-        token = result.tokens.get(request_id)
-        error = result.failed.get(request_id)
-        if error is None and chunk.sample is not None and token is None:
-            error = "the executor returned no token"
-        if error is not None:
-            self._forget_prefix(request)
-            self._finish(request, "error", now, error=error)
-            return
-        if self.config.prefix_cache and request.request_id in self._running:
-            self._index_computed(request, chunk.start + chunk.num_tokens)
-        if chunk.sample is not None and token is not None:
+        token = result.tokens.get(chunk.request_id)
+        if token is None:
+            error = result.failed.get(chunk.request_id)
+            if error is None and chunk.sample is not None:
+                error = "the executor returned no token"
+            if error is not None:
+                self._forget_prefix(request)
+                self._finish(request, "error", now, error=error)
+                return
+        full_blocks = (chunk.start + chunk.num_tokens) // self.config.block_size
+        if self.config.prefix_cache and full_blocks > request.indexed_blocks and request.request_id in self._running:
+            self._index_computed(request, full_blocks)
+        if token is not None:
             self._take_token(request, token, now)
 
     def _take_token(self, request: Request, token: SampledToken, now: float) -> None:
         if request.first_token_at is None:
             request.first_token_at = now
-        if token.token_id in request.end_tokens:
-            self._finish(request, "stop", now, stop_token=token.token_id)
+        token_id = token.token_id
+        if token_id in request.end_tokens:
+            self._finish(request, "stop", now, stop_token=token_id)
             return
-        request.tokens.append(token.token_id)
+        request.tokens.append(token_id)
         self.counters.generation_tokens += 1
         self._updates.append(TokenUpdate(request.request_id, token))
-        if request.num_outputs >= request.max_tokens:
+        if len(request.tokens) >= request.limit:
             self._finish(request, "length", now)
 
-    def _index_computed(self, request: Request, computed: int) -> None:
-        """Offer the full blocks whose KV has been computed to other requests."""
-        full = computed // self.config.block_size
-        if full == request.indexed_blocks:
-            return
+    def _index_computed(self, request: Request, full: int) -> None:
+        """Offer the first `full` blocks, whose KV has been computed, to other requests."""
         self._index.extend_chain(request.digests, request.tokens, full)
         for position in range(request.indexed_blocks, full):
             block = request.block_table[position]
@@ -702,6 +698,6 @@ def _sample_spec(request: Request) -> SampleSpec:
         request.seed,
         outputs,
         request.prompt_length,
-        request.tokens[:] if sampling.penalizes else None,
+        request.tokens[:] if request.penalized else None,
         request.end_tokens if outputs < sampling.min_tokens else (),
     )
