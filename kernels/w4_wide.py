@@ -1,0 +1,131 @@
+"""Linear layers over four-bit weights for many rows of activations, on SM90 (Hopper): tensor cores by warpgroup.
+
+Owns: the launch of `w4_wide`, how it divides a product into tiles, and which products it serves. Does not know: the packed
+layout (`w4`), or which kernel a model takes for which number of rows.
+
+The sums of an output run over K in `splits` parts, each from its first unit of 64 to its last, and the parts are added in
+order. So a row's result depends on the tiling, which depends on the shape of the matrix and on the number of rows, and not
+on the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import ACTIVATIONS, check_tensor
+from .errors import KernelArgumentError, KernelUnavailable
+from .loader import device_architecture, load, variants
+from .tensor_map import plain_map, swizzled_map
+from .w4 import SMALLEST_GROUP, UNIT_K, UNIT_ROWS, W4Matrix
+
+ARCHITECTURE = "sm_90a"
+
+_SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK, _RESERVED = 228 * 1024, 227 * 1024, 1024
+_MOST_STAGES = 12
+_UNIT_WORDS, _SCALE_HALVES = 128, 32  # of a unit's codes, and of its 16 rows' scales in one group
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is divided; the macros of w4_wide.cu. A tile is 64 * warpgroups rows of W by tile_m rows of x."""
+
+    warpgroups: int
+    tile_m: int
+    splits: int
+    multicast: int
+    resident: int
+
+    def stage_bytes(self, unit_groups: int) -> int:
+        """Of a unit of 64 k: x, codes, scales."""
+        unit_rows = 4 * self.warpgroups
+        fetched = self.tile_m * UNIT_K * 2 + unit_rows * (_UNIT_WORDS * 4 + unit_groups * _SCALE_HALVES * 2)
+        return -(-fetched // 1024) * 1024
+
+    def stages(self, unit_groups: int) -> int:
+        """As many as fit when `resident` blocks share a multiprocessor."""
+        room = min(_SHARED_OF_BLOCK, _SHARED_OF_MULTIPROCESSOR // self.resident - _RESERVED) - 16 * _MOST_STAGES
+        return min(_MOST_STAGES, room // self.stage_bytes(unit_groups))
+
+    def macros(self, unit_groups: int) -> dict[str, int]:
+        """Of w4_wide.cu, but for the activation type and silu."""
+        return {
+            "UNIT_GROUPS": unit_groups,
+            "WARPGROUPS": self.warpgroups,
+            "TILE_M": self.tile_m,
+            "SPLITS": self.splits,
+            "MULTICAST": self.multicast,
+            "STAGES": self.stages(unit_groups),
+            "RESIDENT": self.resident,
+        }
+
+
+def _all_variants():
+    return ()
+
+
+VARIANTS = _all_variants()
+
+
+def supports(matrix: W4Matrix, m: int) -> bool:
+    """Whether the current device and this product of m rows are served, and by this kernel best."""
+    return device_architecture() == ARCHITECTURE and 32 <= m <= 1024
+
+
+def w4_wide_linear(
+    x: Tensor,
+    matrix: W4Matrix,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    silu: bool = False,
+    tiling: Tiling | None = None,
+) -> None:
+    """out [M, n] = x [M, k] W^T + bias [n], all in one activation type; with `silu`, out [M, n/2] = silu(gate) * up.
+
+    For `silu` the matrix rows are gate and up in turns of 8. Any M works. Raises KernelArgumentError, and
+    KernelUnavailable when the device is no SM90.
+    """
+    if device_architecture() != ARCHITECTURE:
+        raise KernelUnavailable("w4_wide needs a device of compute capability 9.0; use w4_linear")
+    if silu and matrix.n % UNIT_ROWS:
+        raise KernelArgumentError(f"n is {matrix.n}; gate and up in turns of 8 rows need a multiple of {UNIT_ROWS}")
+    width = matrix.n // 2 if silu else matrix.n
+    check_tensor("x", x, ACTIVATIONS, (("M", None), ("k", matrix.k)))
+    check_tensor("out", out, x.dtype, (("M", x.shape[0]), ("n/2" if silu else "n", width)))
+    if bias is not None:
+        check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
+    if x.shape[0]:
+        _launch(tiling or _tiling(matrix, x.shape[0]), x, matrix, out, bias, silu)
+
+
+def _tiling(matrix: W4Matrix, m: int) -> Tiling:
+    return Tiling(2, 64, 1, 1, 2) if m <= 64 else Tiling(2, 128, 1, 1, 1)
+
+
+def _launch(tiling: Tiling, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
+    m, (unit_rows, units), groups = x.shape[0], matrix.codes.shape[:2], matrix.scales.shape[1]
+    unit_groups = 2 if groups > 1 and matrix.group_size == SMALLEST_GROUP else 1
+    group_shift = 30 if groups == 1 else (matrix.group_size // UNIT_K).bit_length() - 1
+    stages, tile_unit_rows = tiling.stages(unit_groups), 4 * tiling.warpgroups
+    bf16 = int(x.dtype == torch.bfloat16)
+    kernel = load("w4_wide", ACTIVATION_BF16=bf16, SILU=int(silu), **tiling.macros(unit_groups))
+    clusters = -(-m // tiling.tile_m) * -(-unit_rows // (tile_unit_rows * tiling.multicast))
+    kernel.launch(
+        (clusters * tiling.multicast * tiling.splits,),
+        128 * tiling.warpgroups + 32,
+        (
+            swizzled_map(x, tiling.tile_m // tiling.multicast),
+            plain_map(matrix.codes.view(unit_rows, -1), tile_unit_rows, _UNIT_WORDS),
+            plain_map(matrix.scales.view(unit_rows, -1), tile_unit_rows, unit_groups * _SCALE_HALVES),
+            bias,
+            out,
+            m,
+            matrix.n,
+            units,
+            group_shift,
+        ),
+        stages * (tiling.stage_bytes(unit_groups) + 16),
+    )

@@ -1,0 +1,185 @@
+"""Products of many rows with four-bit matrices, against fp64; on an SM90 device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from coldblock.kernels.errors import KernelArgumentError, KernelError
+from coldblock.kernels.loader import device_architecture
+from coldblock.kernels.w4 import W4Matrix, pack_w4, unpack_w4
+from coldblock.kernels.w4_wide import ARCHITECTURE, Tiling, w4_wide_linear
+from torch import Tensor
+
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+ROWS = (1, 7, 33, 64, 65, 128, 130, 300)
+SHAPES = [
+    (64, 128, 32),
+    (80, 96, 32),
+    (48, 72, 72),
+    (33, 64, 64),
+    (200, 768, 256),
+    (17, 192, 64),
+    (80, 2056, 2056),
+    (176, 5504, 128),
+    (2560, 2048, 128),
+]
+TILINGS = [
+    Tiling(1, 32, 4, 2, 4),
+    Tiling(1, 64, 1, 4, 4),
+    Tiling(1, 64, 8, 1, 3),
+    Tiling(2, 64, 1, 1, 2),
+    Tiling(2, 64, 2, 2, 2),
+    Tiling(2, 96, 4, 1, 2),
+    Tiling(1, 128, 4, 2, 2),
+    Tiling(2, 128, 1, 2, 1),
+    Tiling(3, 128, 8, 1, 1),
+    Tiling(1, 256, 1, 4, 2),
+    Tiling(2, 256, 1, 2, 1),
+    Tiling(2, 256, 4, 2, 1),
+]
+
+
+def on_hopper() -> bool:
+    try:
+        return device_architecture() == ARCHITECTURE
+    except KernelError:
+        return False
+
+
+needs_hopper = pytest.mark.skipif(not on_hopper(), reason="needs a device of compute capability 9.0")
+
+
+def random_matrix(n: int, k: int, group_size: int, symmetric: bool = False) -> W4Matrix:
+    qweight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    scales = (torch.rand(n, k // group_size, device="cuda") * 0.02 + 0.002).half()
+    mins = -8 * scales.float() if symmetric else -torch.rand(n, k // group_size, device="cuda") * 0.2
+    return pack_w4(qweight, scales, mins, "cuda")
+
+
+def apply_silu(gate_up: Tensor) -> Tensor:
+    turns = gate_up.unflatten(-1, (-1, 2, 8))
+    return (F.silu(turns[..., 0, :]) * turns[..., 1, :]).flatten(-2)
+
+
+def assert_close(out: Tensor, wanted: Tensor, scale: Tensor) -> None:
+    """Weights, zeros and results are each rounded once to the activation type; `scale` is the typical size of a sum."""
+    error = (out.double() - wanted).abs()
+    excess = error - ROUNDING[out.dtype] * (wanted.abs() + 8 * scale)
+    assert excess.max() <= 0, f"{error.max()} off, {(excess > 0).sum()} of {error.numel()}"
+    assert error.norm() <= 3 * ROUNDING[out.dtype] * wanted.norm(), f"{error.norm() / wanted.norm()} off"
+    assert F.cosine_similarity(out.double().flatten(), wanted.flatten(), dim=0) > 0.9999
+
+
+def check(matrix: W4Matrix, rows: int, dtype: torch.dtype, silu: bool = False, tiling: Tiling | None = None) -> None:
+    x = torch.randn(rows, matrix.k, device="cuda").to(dtype)
+    bias = torch.randn(matrix.n, device="cuda").to(dtype) if rows % 2 else None
+    sums = x.double() @ unpack_w4(matrix).double().T + (0 if bias is None else bias.double())
+    wanted, scale = sums, sums.square().mean(-1, keepdim=True).sqrt()
+    if silu:
+        wanted, scale = apply_silu(sums), scale * (1 + sums.abs().unflatten(-1, (-1, 2, 8)).sum(-2).flatten(-2))
+    out = torch.full(wanted.shape, torch.nan, device="cuda", dtype=dtype)
+    w4_wide_linear(x, matrix, out, bias=bias, silu=silu, tiling=tiling)
+    assert_close(out, wanted, scale)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
+def test_product(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(n + k)
+    matrix = random_matrix(n, k, group_size, symmetric=n % 3 == 0)
+    for rows in ROWS:
+        check(matrix, rows, dtype)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_tilings(tiling: Tiling) -> None:
+    torch.manual_seed(0)
+    for n, k, group_size, silu in [(2560, 1088, 64, False), (1424, 640, 128, True), (328, 4096, 32, False)]:
+        matrix = random_matrix(n, k, group_size)
+        for rows in (1, 64, 300):
+            check(matrix, rows, torch.float16, silu, tiling)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_silu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(1424, 512, 128)
+    for rows in ROWS:
+        check(matrix, rows, dtype, silu=True)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_writes_nothing_but_out() -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(200, 256, 64)
+    x = torch.randn(77, 256, device="cuda").half()
+    around = torch.full((79, 200), torch.nan, device="cuda", dtype=torch.float16)
+    w4_wide_linear(x, matrix, around[1:78])
+    assert around[0].isnan().all() and around[78].isnan().all() and around[1:78].isfinite().all()
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_a_row_does_not_depend_on_the_others() -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(512, 2048, 128)
+    x = torch.randn(64, 2048, device="cuda").half()
+    x[1] = torch.nan
+    out = torch.empty(64, 512, device="cuda", dtype=torch.float16)
+    w4_wide_linear(x, matrix, out)
+    others = x.clone()
+    others[2:] = torch.randn(62, 2048, device="cuda").half()
+    again = torch.empty_like(out)
+    w4_wide_linear(others, matrix, again)
+    assert torch.equal(out[0], again[0]) and out[1].isnan().all()
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("rows", [64, 256])
+def test_graph_of_dependent_products(rows: int) -> None:
+    torch.manual_seed(0)
+    first, second = random_matrix(1024, 2048, 128), random_matrix(2048, 512, 128)
+    start = torch.randn(rows, 2048, device="cuda").half()
+    x, hidden = start.clone(), torch.empty(rows, 512, device="cuda", dtype=torch.float16)
+
+    def layers() -> None:
+        for _ in range(8):
+            w4_wide_linear(x, first, hidden, silu=True)
+            w4_wide_linear(hidden, second, x)
+            x.div_(x.abs().amax())
+
+    layers()
+    wanted = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers()
+    for _ in range(3):
+        x.copy_(start)
+        hidden.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(x, wanted)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_refuses() -> None:
+    matrix = random_matrix(40, 128, 128)
+    x = torch.zeros(2, 128, device="cuda", dtype=torch.float16)
+    out = torch.zeros(2, 40, device="cuda", dtype=torch.float16)
+    with pytest.raises(KernelArgumentError, match="k=128"):
+        w4_wide_linear(x[:, :64].contiguous(), matrix, out)
+    with pytest.raises(KernelArgumentError, match="turns of 8"):
+        w4_wide_linear(x, matrix, out, silu=True)
+    with pytest.raises(KernelArgumentError, match="out is"):
+        w4_wide_linear(x, matrix, out.bfloat16())
+    with pytest.raises(KernelArgumentError, match="bias"):
+        w4_wide_linear(x, matrix, out, bias=torch.zeros(41, device="cuda", dtype=torch.float16))
