@@ -25,11 +25,18 @@ VECTOR = 8
 MOST_NORM_COLUMNS = 1024 * VECTOR
 SILU_TURN = 8
 """Gate and up columns follow each other in turns of so many."""
+_HEADS_PER_THREAD = 4  # of `rope_and_write`: enough loads in flight to hide what they wait for
 
 VARIANTS = (
     *variants("embed", ACTIVATION_BF16=(0, 1)),
     *variants("rms_norm", ACTIVATION_BF16=(0, 1), CHOSEN_ROWS=(0, 1)),
-    *variants("rope_and_write", ACTIVATION_BF16=(0, 1), KV_FORMAT=FORMAT_NUMBERS.values(), HEAD_DIM=HEAD_DIMS),
+    *variants(
+        "rope_and_write",
+        ACTIVATION_BF16=(0, 1),
+        KV_FORMAT=FORMAT_NUMBERS.values(),
+        HEAD_DIM=HEAD_DIMS,
+        HEADS_PER_THREAD=(_HEADS_PER_THREAD,),
+    ),
     *variants("silu_multiply", ACTIVATION_BF16=(0, 1)),
 )
 

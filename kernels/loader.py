@@ -40,7 +40,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 _INSTALL = "install coldblock with the extra cuda12 or cuda13"
 _HEADER_PACKAGES = ("nvidia.cu13", "nvidia.cuda_runtime", "nvidia.cuda_cccl")
-_LARGEST_STATIC_SHARED = 48 * 1024
+_SHARED_WITHOUT_ASKING = 48 * 1024
 _DIGEST_BYTES = 32
 
 _LAUNCH_CONFIG = struct.Struct("7IPPI")  # CUlaunchConfig: grid, block, shared bytes; stream, attributes; their number
@@ -97,13 +97,14 @@ class Function:
             self._kernel = cupy.RawModule(path=file.name).get_function(source)
             self._handle = ctypes.c_void_p(self._kernel.kernel.ptr)
         self._device = torch.cuda.current_device()
-        self._shared_limit = _LARGEST_STATIC_SHARED
+        self._shared_limit = _SHARED_WITHOUT_ASKING - self.attribute("shared_size_bytes")
         self._attribute_memory = _launch_attributes()
         self._attributes = (
             ctypes.addressof(self._attribute_memory),
             len(self._attribute_memory) // _LAUNCH_ATTRIBUTE.size,
         )
         self._config = ctypes.create_string_buffer(_LAUNCH_CONFIG.size)
+        self._configured: tuple[int, ...] = ()
         self._arguments: _ArgumentBuffer | None = None
         self._lock = threading.Lock()  # over the two buffers
         self._launch = _driver().cuLaunchKernelEx
@@ -132,7 +133,7 @@ class Function:
             if self._arguments is None:
                 self._arguments = _ArgumentBuffer(self.name, arguments)
             pointers = self._arguments.fill(arguments)
-            _LAUNCH_CONFIG.pack_into(self._config, 0, x, y, z, bx, by, bz, shared_bytes, stream, *self._attributes)
+            self._configure((x, y, z, bx, by, bz, shared_bytes, stream))
             code = self._launch(self._config, self._handle, pointers, None)
             if code == _INVALID_CONTEXT:  # the thread's first contact with the device
                 self._use_device()
@@ -142,6 +143,11 @@ class Function:
                 f"{self.name}: launch failed, {_error_text(code)}; grid {tuple(grid)}, block {block}, "
                 f"{shared_bytes} bytes of shared memory"
             )
+
+    def _configure(self, config: tuple[int, ...]) -> None:
+        if config != self._configured:
+            _LAUNCH_CONFIG.pack_into(self._config, 0, *config, *self._attributes)
+            self._configured = config
 
     def _use_device(self) -> None:
         import cupy
@@ -155,7 +161,6 @@ class _ArgumentBuffer:
     def __init__(self, name: str, arguments: Sequence[Argument]) -> None:
         codes = [_struct_code(name, argument) for argument in arguments]
         self._name, self._layout = name, struct.Struct("".join(codes))
-        self._is_pointer = [code == "P" for code in codes]
         self._memory = ctypes.create_string_buffer(max(1, self._layout.size))
         begin = ctypes.addressof(self._memory)
         ends = [struct.calcsize("".join(codes[: i + 1])) for i in range(len(codes))]
@@ -164,20 +169,17 @@ class _ArgumentBuffer:
 
     def fill(self, arguments: Sequence[Argument]) -> Any:
         """Write the values; the pointers to them."""
+        values = [x.data_ptr() if type(x) is Tensor else x or 0 for x in arguments]
         try:
-            values = [
-                (0 if x is None else x.data_ptr()) if is_pointer else x  # type: ignore[union-attr]
-                for x, is_pointer in zip(arguments, self._is_pointer, strict=True)
-            ]
             self._layout.pack_into(self._memory, 0, *values)
-        except (struct.error, AttributeError, TypeError, ValueError) as error:
+        except (struct.error, TypeError) as error:
             kinds = self._layout.format
             raise KernelArgumentError(f"{self._name}: {error}; the first launch had arguments '{kinds}'") from error
         return self._pointers
 
 
 def _struct_code(name: str, argument: Argument) -> str:
-    if argument is None or isinstance(argument, Tensor):
+    if argument is None or type(argument) is Tensor:
         return "P"
     if isinstance(argument, float):
         return "f"
@@ -196,13 +198,14 @@ def _load(device: int, source: str, macros: tuple[tuple[str, str | int], ...]) -
 def load(source: str, **macros: str | int) -> Function:
     """The kernel `cuda/<source>.cu`, whose entry point has the file's name, with these macros; loaded once a device."""
     _require_device()
-    return _load(torch.cuda.current_device(), source, tuple(sorted(macros.items())))
+    return _load(torch._C._cuda_getDevice(), source, tuple(sorted(macros.items())))
 
 
 @functools.cache
 def _require_device() -> None:
     if not torch.cuda.is_available():
         raise KernelUnavailable("torch sees no CUDA device")
+    torch.cuda.init()
 
 
 def device_capability() -> tuple[int, int]:
@@ -267,7 +270,7 @@ def _compile(nvrtc: Any, file: Path, options: Sequence[str]) -> bytes:
         cubin: bytes = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         said = " ".join(option for option in options if not option.startswith("-I"))
-        raise KernelCompileError(f"{file.name} {said}: {nvrtc.getProgramLog(program)}") from error
+        raise KernelCompileError(f"{file.name} {said}: {nvrtc.getProgramLog(program).strip(chr(0))}") from error
     finally:
         nvrtc.destroyProgram(program)
     return cubin

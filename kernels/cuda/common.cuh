@@ -38,8 +38,7 @@ template <> __device__ __forceinline__ __half from_float<__half>(float x) {
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
 // 8 neighbouring activations, 16 bytes, to and from fp32.
-__device__ __forceinline__ void load8(const Activation *from, float (&values)[8]) {
-    const uint4 bits = *reinterpret_cast<const uint4 *>(from);
+__device__ __forceinline__ void unpack8(const uint4 &bits, float (&values)[8]) {
     const Activation2 *pairs = reinterpret_cast<const Activation2 *>(&bits);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -47,6 +46,10 @@ __device__ __forceinline__ void load8(const Activation *from, float (&values)[8]
         values[2 * i] = pair.x;
         values[2 * i + 1] = pair.y;
     }
+}
+
+__device__ __forceinline__ void load8(const Activation *from, float (&values)[8]) {
+    unpack8(*reinterpret_cast<const uint4 *>(from), values);
 }
 
 template <typename To> __device__ __forceinline__ void store8(To *to, const float (&values)[8]) {

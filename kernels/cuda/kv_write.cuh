@@ -6,7 +6,12 @@
 
 #include "common.cuh"
 
+#ifndef SOFTWARE_FP8
+#define SOFTWARE_FP8 0  // 1: convert as devices before SM89 do
+#endif
+
 constexpr int KV_FP16 = 0, KV_BF16 = 1, KV_INT8 = 2, KV_E4M3 = 3, KV_E5M2 = 4;
+constexpr int ELEMENT_BYTES = KV_FORMAT <= KV_BF16 ? 2 : 1;
 
 __device__ __forceinline__ float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 
@@ -29,7 +34,7 @@ template <int FORMAT> __device__ __forceinline__ uint32 encode_fp8(float low, fl
     constexpr float LARGEST = FORMAT == KV_E4M3 ? 448.f : 57344.f;
     low = clamp(low, LARGEST);
     high = clamp(high, LARGEST);
-#if __CUDA_ARCH__ >= 890 && !defined(FP8_IN_SOFTWARE)
+#if __CUDA_ARCH__ >= 890 && !SOFTWARE_FP8
     uint16 codes;
     if (FORMAT == KV_E4M3) {
         asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
@@ -43,14 +48,15 @@ template <int FORMAT> __device__ __forceinline__ uint32 encode_fp8(float low, fl
 #endif
 }
 
-// The scale of a head: its largest magnitude / 127, in fp16. All LANES threads of the head's group must call; NaN wins.
+// The scale of a head: its largest magnitude / 127, in fp16; NaN wins. The LANES neighbouring threads of the head call.
 template <int LANES> __device__ __forceinline__ __half int8_scale(const float (&values)[8]) {
     uint32 largest = 0;  // as bits, magnitudes are ordered like integers, and NaN is above infinity
 #pragma unroll
     for (int i = 0; i < 8; i++) largest = max(largest, __float_as_uint(clamp(values[i], 65504.f)) & 0x7fffffffu);
+    const uint32 group = 0xffffffffu >> (WARP - LANES) << (threadIdx.x % WARP / LANES * LANES);
 #pragma unroll
     for (int offset = LANES / 2; offset > 0; offset /= 2)
-        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+        largest = max(largest, __shfl_xor_sync(group, largest, offset));
     const float scale = __uint_as_float(largest) / 127.f;
     return __float2half_rn(scale < 0x1p-24f ? 0x1p-24f : scale);
 }
@@ -60,30 +66,38 @@ __device__ __forceinline__ uint32 encode_int8(float x, float scale) {
     return static_cast<uint32>(__float2int_rn(code)) & 0xff;
 }
 
-// Elements column..column+7 of the token at `slot` of the block. `scale` is int8's, and unused in other formats.
-__device__ __forceinline__ void write_elements(uint8 *plane, int slot, int column, const float (&values)[8], __half scale) {
-    const int element = slot * HEAD_DIM + column;
+__device__ __forceinline__ void write_elements(uint8 *to, const float (&values)[8], float scale) {
     if constexpr (KV_FORMAT == KV_FP16) {
         float clamped[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) clamped[i] = clamp(values[i], 65504.f);
-        store8(reinterpret_cast<__half *>(plane) + element, clamped);
+        store8(reinterpret_cast<__half *>(to), clamped);
     } else if constexpr (KV_FORMAT == KV_BF16) {
-        store8(reinterpret_cast<__nv_bfloat16 *>(plane) + element, values);
+        store8(reinterpret_cast<__nv_bfloat16 *>(to), values);
     } else {
         uint2 codes = {};
         uint32 *words = reinterpret_cast<uint32 *>(&codes);
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
-            const uint32 pair = KV_FORMAT == KV_INT8
-                ? encode_int8(values[i], __half2float(scale)) | encode_int8(values[i + 1], __half2float(scale)) << 8
-                : encode_fp8<KV_FORMAT>(values[i], values[i + 1]);
+            uint32 pair;
+            if constexpr (KV_FORMAT == KV_INT8) {
+                pair = encode_int8(values[i], scale) | encode_int8(values[i + 1], scale) << 8;
+            } else {
+                pair = encode_fp8<KV_FORMAT>(values[i], values[i + 1]);
+            }
             words[i / 4] |= pair << (i % 4 * 8);
         }
-        *reinterpret_cast<uint2 *>(plane + element) = codes;
+        *reinterpret_cast<uint2 *>(to) = codes;
     }
 }
 
-__device__ __forceinline__ void write_scale(uint8 *plane, int slot, int block_size, __half scale) {
-    reinterpret_cast<__half *>(plane + block_size * HEAD_DIM)[slot] = scale;
+// Write a head's elements column..column+7 to the token's slot in a plane. The LANES neighbouring threads that hold the
+// head call this together; a thread whose column is not in the head brings zeros.
+template <int LANES> __device__ __forceinline__ void
+write_head(uint8 *plane, int slot, int block_size, int column, const float (&values)[8]) {
+    __half scale = {};
+    if constexpr (KV_FORMAT == KV_INT8) scale = int8_scale<LANES>(values);
+    if (column >= HEAD_DIM) return;
+    write_elements(plane + (slot * HEAD_DIM + column) * ELEMENT_BYTES, values, __half2float(scale));
+    if (KV_FORMAT == KV_INT8 && column == 0) reinterpret_cast<__half *>(plane + block_size * HEAD_DIM)[slot] = scale;
 }

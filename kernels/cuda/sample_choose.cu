@@ -7,15 +7,18 @@
 
 constexpr int THREADS = 1024, WARPS = THREADS / WARP;
 constexpr int BIN_BITS = 11, BINS = 1 << BIN_BITS, OWN = BINS / THREADS;
-constexpr float BINS_PER_UNIT = 64.f, FARTHEST = BINS / BINS_PER_UNIT;  // a candidate e^-32 as likely is never drawn
+constexpr float BINS_PER_UNIT = 64.f;
+constexpr float FARTHEST = 0x1.fffffep4f;  // the last distance that has a coarse bin: what is farther is never drawn
 constexpr int TOKEN_BITS = 18;
 constexpr int LISTED = 2048;
+constexpr float NEAR = 8.f;  // candidates so near are listed at once, as the end is most often among them
 
 // A row's logits, and what can be drawn from them.
 struct Row {
     const float *logits;
     int vocab_size;
-    float largest, inverse_temperature, log_min_p;
+    float largest, inverse_temperature;
+    float least;  // (logit - largest) / temperature of a candidate is at least this
 };
 
 // Number and mass of some candidates; mass in units of 2^-44 of the likeliest one's.
@@ -60,36 +63,47 @@ __device__ __forceinline__ uint64 key_of(float distance, int token) {
 __device__ __forceinline__ int coarse_bin(float distance) { return static_cast<int>(distance * BINS_PER_UNIT); }
 __device__ __forceinline__ float edge(int coarse) { return coarse / BINS_PER_UNIT; }
 
-// visit(token, distance) for every candidate of the row; distance >= 0 is log(likeliest / candidate).
-template <typename Visit> __device__ __forceinline__ void visit_row(const Row &row, Visit visit) {
-#pragma unroll 2
-    for (int first = 4 * threadIdx.x; first < row.vocab_size; first += 4 * THREADS) {
-        float x[4];
-        load_logits(row.logits, first, row.vocab_size, x);
+// visit(token, distance) for every candidate of the row; distance >= 0 is log(likeliest / candidate). A thread has LOADS
+// loads of 16 bytes in flight.
+template <int LOADS, typename Visit> __device__ __forceinline__ void visit_row(const Row &row, Visit visit) {
+    constexpr int STRIDE = 4 * THREADS;
+    for (int first = 4 * threadIdx.x; first < row.vocab_size; first += LOADS * STRIDE) {
+        float x[LOADS][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float scaled = (x[i] - row.largest) * row.inverse_temperature;
-            if (scaled > -FARTHEST && scaled >= row.log_min_p) visit(first + i, fabsf(scaled));
+        for (int load = 0; load < LOADS; load++)
+            load_logits(row.logits, first + load * STRIDE, row.vocab_size, x[load]);
+#pragma unroll
+        for (int i = 0; i < 4 * LOADS; i++) {
+            const float scaled = (x[i / 4][i % 4] - row.largest) * row.inverse_temperature;
+            if (scaled >= row.least) visit(first + i / 4 * STRIDE + i % 4, fabsf(scaled));
         }
     }
 }
 
-// The same from the list, when `list_nearest` made one.
-template <typename Visit> __device__ __forceinline__ void visit_nearest(const Row &row, bool listed, Visit visit) {
-    if (!listed) return visit_row(row, visit);
+// The same for the listed candidates, when there is a list.
+template <int LOADS, typename Visit>
+__device__ __forceinline__ void visit_nearest(const Row &row, bool listed, Visit visit) {
+    if (!listed) return visit_row<LOADS>(row, visit);
     for (int i = threadIdx.x; i < shared.listed; i += THREADS) visit(shared.tokens[i], shared.distances[i]);
 }
 
-// List the candidates up to the end of a coarse bin, if so many fit.
+// Put a candidate on the list; what comes when it is full is counted only.
+__device__ __forceinline__ void list(int token, float distance) {
+    const int place = atomicAdd(&shared.listed, 1);
+    if (place >= LISTED) return;
+    shared.tokens[place] = token;
+    shared.distances[place] = distance;
+}
+
+// Whether all candidates up to the end of a coarse bin are, or could be, listed.
 __device__ bool list_nearest(const Row &row, const Bin &bin) {
+    if (shared.listed <= LISTED && bin.number < coarse_bin(NEAR)) return true;
     if ((bin.before + bin.inside).count > LISTED) return false;
+    __syncthreads();
     if (threadIdx.x == 0) shared.listed = 0;
     __syncthreads();
-    visit_row(row, [&](int token, float distance) {
-        if (coarse_bin(distance) > bin.number) return;
-        const int place = atomicAdd(&shared.listed, 1);
-        shared.tokens[place] = token;
-        shared.distances[place] = distance;
+    visit_row<4>(row, [&](int token, float distance) {
+        if (coarse_bin(distance) <= bin.number) list(token, distance);
     });
     __syncthreads();
     return true;
@@ -160,7 +174,7 @@ search(const Row &row, bool listed, const Bin &coarse, bool by_count, uint64 tar
     while (bin.inside.count > 1 && high - low > 1) {
         const int shift = max(0, 64 - __clzll(high - low - 1) - BIN_BITS);
         clear_histogram();
-        visit_nearest(row, listed, [&](int token, float distance) {
+        visit_nearest<1>(row, listed, [&](int token, float distance) {
             const uint64 key = key_of(distance, token);
             if (low <= key && key < high) add_to_histogram(static_cast<int>((key - low) >> shift), distance);
         });
@@ -181,8 +195,12 @@ __device__ __forceinline__ uint64 share_of(uint64 mass, float top_p) {
 
 // The last key that top_k and top_p keep. Sets `listed` when the kept candidates, and some more, are in the list.
 __device__ uint64 last_kept(const Row &row, const Parameters &request, bool &listed) {
+    if (threadIdx.x == 0) shared.listed = 0;
     clear_histogram();
-    visit_row(row, [](int, float distance) { add_to_histogram(coarse_bin(distance), distance); });
+    visit_row<4>(row, [](int token, float distance) {
+        add_to_histogram(coarse_bin(distance), distance);
+        if (distance < NEAR) list(token, distance);
+    });
     const Share share = scan_histogram([](int bin) { return edge(bin); });
     Prefix kept = {~0ull, 0};
     for (int warp = 0; warp < WARPS; warp++) kept.mass += shared.of_warp[warp].mass;
@@ -207,8 +225,9 @@ __device__ uint64 draw(const Row &row, const Parameters &request) {
     if (limits_count(request, row.vocab_size) || limits_mass(request)) last = last_kept(row, request, listed);
     const uint64 stream = stream_of(request);
     uint64 best = 0;
-    visit_nearest(row, listed, [&](int token, float distance) {
-        if (key_of(distance, token) <= last) best = max(best, rank(gumbel_score(-distance, stream, token), token));
+    visit_nearest<4>(row, listed, [&](int token, float distance) {
+        if (key_of(distance, token) > last) return;
+        best = max(best, rank(gumbel_score(-distance, uniform_of(stream, token)), token));
     });
     return block_max<WARPS>(best);
 }
@@ -231,7 +250,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_choose(
     const bool is_finite = fabsf(largest) < __int_as_float(0x7f800000);
     if (is_finite && needs_largest(request, vocab_size)) {
         const float *row = logits + static_cast<long long>(blockIdx.x) * row_stride;
-        chosen = draw({row, vocab_size, largest, 1.f / request.temperature, request.log_min_p}, request);
+        const float least = fmaxf(request.log_min_p, -FARTHEST);
+        chosen = draw({row, vocab_size, largest, 1.f / request.temperature, least}, request);
     }
     if (threadIdx.x == 0) {
         tokens[blockIdx.x] = is_finite ? rank_token(chosen) : 0;

@@ -51,6 +51,7 @@ __device__ __forceinline__ uint64 warp_max(uint64 x) {
 template <int WARPS> __device__ __forceinline__ uint64 block_max(uint64 x) {
     __shared__ uint64 of_warp[WARPS];
     x = warp_max(x);
+    __syncthreads();  // the call before this one has been read
     if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = x;
     __syncthreads();
     return warp_max(of_warp[threadIdx.x % WARPS]);
@@ -68,10 +69,14 @@ __device__ __forceinline__ uint64 stream_of(const Parameters &row) {
     return mix(row.seed * GOLDEN_RATIO + row.output_index);
 }
 
-// log-weight + Gumbel noise. The token with the greatest score is a draw from softmax(log_weight).
-__device__ __forceinline__ float gumbel_score(float log_weight, uint64 stream, int token) {
+// The token's number in (0, 1] of one draw: fine near 0, where the winners are.
+__device__ __forceinline__ float uniform_of(uint64 stream, int token) {
     const uint32 bits = mix(stream + (token + 1ull) * GOLDEN_RATIO) >> 32;
-    const float uniform = __uint2float_rn(bits) * 0x1p-32f + 0x1p-33f;  // fine near 0, where the winners are
+    return __uint2float_rn(bits) * 0x1p-32f + 0x1p-33f;
+}
+
+// log-weight + Gumbel noise. The token with the greatest score is a draw from softmax(log_weight).
+__device__ __forceinline__ float gumbel_score(float log_weight, float uniform) {
     return log_weight - __logf(-log1pf(-uniform));
 }
 

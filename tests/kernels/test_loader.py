@@ -245,15 +245,17 @@ def test_a_refused_launch_says_why() -> None:
 @pytest.mark.gpu
 def test_launches_go_to_the_current_stream() -> None:
     gate_up = torch.randn(4, 64, device="cuda", dtype=torch.float16)
-    out = torch.zeros(4, 32, device="cuda", dtype=torch.float16)
-    torch.cuda.synchronize()
+    outs = [torch.zeros(4, 32, device="cuda", dtype=torch.float16) for _ in range(2)]
+    fused.silu_multiply(gate_up, outs[1])
+    zero = outs[0].clone().cpu()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        fused.silu_multiply(gate_up, out)
-    assert not out.any()
+        torch.cuda._sleep(400_000_000)
+        fused.silu_multiply(gate_up, outs[0])
+    assert torch.equal(outs[0].cpu(), zero)  # on the default stream, which does not wait
+    assert not stream.query()
     stream.synchronize()
-    assert out.any()
+    assert torch.equal(outs[0], outs[1])
 
 
 @pytest.mark.gpu

@@ -239,7 +239,7 @@ def test_penalties_are_the_cpu_samplers() -> None:
             Sampling(repetition_penalty=0.8), Sampling(frequency_penalty=-1.1)]  # fmt: skip
     wanted, entries = logits.clone(), []
     for i, request in enumerate(rows):
-        history = torch.randint(0, vocab_size + 5, (300,)).tolist()
+        history = torch.randint(0, vocab_size + 5, (100,)).tolist() + torch.randint(0, vocab_size, (200,)).tolist()
         spec = SampleSpec(request, 0, 0, 100, history, (7, 11 + i))
         wanted[i, :vocab_size] = sampler._adjusted(logits[i, :vocab_size], spec)
         made = history[100:]
