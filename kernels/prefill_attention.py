@@ -24,6 +24,7 @@ from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
 
 _WARP = 32
 _MERGED_ROWS = 4
+_ASSIGNMENT_BYTES = 128  # as in the .cu
 _LARGE_SHARED = ("sm_80", "sm_90a", "sm_100")
 """Architectures with 160 KiB of shared memory and more in a multiprocessor; others have 100."""
 
@@ -51,18 +52,17 @@ class _Tile:
         }
 
     def shared_bytes(self, pages_format: str, head_dim: int) -> int:
-        """As in the .cu: the query tile, and K and V twice, or once as they are stored and once converted."""
-        rows, row = self.rows * head_dim * 2, head_dim * 2
-        if pages_format in ("fp16", "bf16"):
-            return rows + 4 * self.keys * row
-        return rows + 2 * self.keys * (row + head_dim + (2 if pages_format == "int8" else 0))
+        """As in the .cu: the queries, and K and V twice, or once as they are stored and once converted."""
+        row = head_dim * 2
+        second = {"fp16": row, "bf16": row, "int8": head_dim + 2}.get(pages_format, head_dim)
+        return _ASSIGNMENT_BYTES + self.rows * row + 2 * self.keys * (row + second)
 
 
 _TILES = {
     "large": {
         64: _Tile(4, 32, 64, 2),
         96: _Tile(4, 32, 64, 2),
-        128: _Tile(4, 32, 64, 2),
+        128: _Tile(4, 32, 48, 2),
         256: _Tile(8, 16, 32, 1),
     },
     "small": {
@@ -206,16 +206,21 @@ def stored_keys_and_values(pages: KVPages, layer: int, blocks: Tensor, length: i
 
 
 def paged_prefill_reference(
-    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor
-) -> Tensor:
-    """What `paged_prefill` computes, in fp32 [T, H * D] from the stored values; rows that it leaves alone are NaN."""
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor,
+    operands: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """What `paged_prefill` computes, in fp32 [T, H * D] from the stored values; rows that it leaves alone are NaN.
+
+    `operands` is what q, K and V are rounded to first.
+    """
     tokens, num_heads, head_dim = q.shape
     ratio = num_heads // pages.num_kv_heads
     out = torch.full((tokens, num_heads * head_dim), math.nan, device=q.device)
     starts = query_starts.tolist()
     for s, length in enumerate(context_lens.tolist()):
-        queries = q[starts[s] : starts[s + 1]].float()
-        k, v = (x.repeat_interleave(ratio, 1) for x in stored_keys_and_values(pages, layer, block_tables[s], length))
+        queries = q[starts[s] : starts[s + 1]].to(operands).float()
+        stored = stored_keys_and_values(pages, layer, block_tables[s], length)
+        k, v = (x.to(operands).float().repeat_interleave(ratio, 1) for x in stored)
         scores = torch.einsum("thd,shd->hts", queries, k) / math.sqrt(head_dim)
         positions = torch.arange(length - len(queries), length, device=q.device)
         later = torch.arange(length, device=q.device) > positions[:, None]

@@ -26,7 +26,6 @@ constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int STORED_ROW_BYTES = HEAD_DIM * KV_ELEMENT_BYTES;
 constexpr int TILE_BYTES = KEYS * ROW_BYTES;
 constexpr int LANDING_BYTES = KEYS * (STORED_ROW_BYTES + (KV_SCALED ? 2 : 0));
-constexpr int SHARED_BYTES = ROWS * ROW_BYTES + STAGES * 2 * TILE_BYTES + (CONVERTED ? 2 * LANDING_BYTES : 0);
 
 // A row's running maximum may lag this far (in powers of two) behind the true one: P stays below 2^8, and most steps
 // need not touch what is summed so far.
@@ -72,6 +71,13 @@ struct Planes {
         token = key - block * block_size.divisor;
         return first_block + static_cast<long long>(__ldg(block_table + block)) * block_bytes;
     }
+};
+
+// What the block's threads share about their work, in front of the tiles: registers are what this kernel is short of.
+struct alignas(128) Assignment {
+    Work work;
+    Planes planes;
+    bool idle;
 };
 
 // Tiles in shared memory are rows of 16-byte chunks, shuffled so that 8 rows of a column of chunks use all banks.
@@ -232,8 +238,8 @@ __device__ __forceinline__ void convert(uint8 *tile, const uint8 *landed) {
         uint4 values = make_uint4(pairs[0][0], pairs[0][1 % PAIRS_PER_WORD], pairs[1][0], pairs[1][1 % PAIRS_PER_WORD]);
         if constexpr (KV_SCALED) {
             // 127 * 515.5 is the largest product that fp16 holds; only values beyond 65450 have a larger scale.
-            const __half scale = __hmin(reinterpret_cast<const __half *>(landed + KEYS * STORED_ROW_BYTES)[row],
-                                        __ushort_as_half(0x6007));
+            const __half scale = __hmin_nan(reinterpret_cast<const __half *>(landed + KEYS * STORED_ROW_BYTES)[row],
+                                            __ushort_as_half(0x6007));
             __half2 *products = reinterpret_cast<__half2 *>(&values);
 #pragma unroll
             for (int e = 0; e < 4; e++) products[e] = __hmul2(products[e], __half2half2(scale));
@@ -371,7 +377,8 @@ __device__ __forceinline__ void attend(Sums &sums, RowNumbers &maxima, RowNumber
     uint8 *const tiles = query_tile + ROWS * ROW_BYTES, *const landing = tiles + (CONVERTED ? 2 * TILE_BYTES : 0);
     constexpr int ARRIVING_BYTES = CONVERTED ? LANDING_BYTES : TILE_BYTES;
     const int end_key = work.end_key;
-    const int first_position = work.position(first_row), last_position = work.position(first_row + ROWS_PER_WARP - 1);
+    const int first_position = work.position(first_row);
+    const int last_position = work.has(first_row) ? work.position(first_row + ROWS_PER_WARP - 1) : -1;
     int stage = 0;
     load_keys(landing, landing + ARRIVING_BYTES, planes, work.first_key, end_key);
     for (int key = work.first_key; key < end_key; key += KEYS) {
@@ -453,32 +460,32 @@ paged_prefill(const Activation *q, const uint8 *pool, const int *block_tables, c
               float scale) {
     wait_for_previous_kernel();
     let_next_kernel_start();
-    __shared__ Work work;  // registers are what this kernel is short of
-    __shared__ Planes planes;
-    __shared__ bool idle;
-    const int lane = threadIdx.x % WARP, first_row = threadIdx.x / WARP * ROWS_PER_WARP;
+    extern __shared__ uint8 shared[];
+    Assignment &assignment = *reinterpret_cast<Assignment *>(shared);
+    uint8 *const query_tile = shared + sizeof(Assignment);
+    const int first_row = threadIdx.x / WARP * ROWS_PER_WARP;
     if (threadIdx.x < WARP) {
-        Work found{divider(num_heads / num_kv_heads)};
-        const bool any = find_work(query_starts, context_lens, num_sequences, num_kv_heads, found);
-        if (lane == 0) {
+        Work work{divider(num_heads / num_kv_heads)};
+        const bool found = find_work(query_starts, context_lens, num_sequences, num_kv_heads, work);
+        if (threadIdx.x == 0) {
             const int plane = plane_bytes(block_size, HEAD_DIM), group = blockIdx.x % num_kv_heads;
-            planes = Planes{divider(block_size), pool + layer_offset + group * plane,
-                            block_tables + found.sequence * max_blocks, block_bytes, num_kv_heads * plane};
-            work = found;
-            idle = !any;
+            assignment.planes = Planes{divider(block_size), pool + layer_offset + group * plane,
+                                       block_tables + work.sequence * max_blocks, block_bytes, num_kv_heads * plane};
+            assignment.work = work;
+            assignment.idle = !found;
         }
     }
     __syncthreads();
-    if (idle) return;
+    if (assignment.idle) return;
 
+    const Work &work = assignment.work;
     Sums sums = {};
     RowNumbers maxima, weights = {};
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++) maxima[m][0] = maxima[m][1] = LOWEST;
-    extern __shared__ __align__(128) uint8 query_tile[];
     if (work.first_key < work.end_key) {
         load_queries(query_tile, q, work, num_heads);
-        attend(sums, maxima, weights, query_tile, work, planes, first_row, scale);
+        attend(sums, maxima, weights, query_tile, work, assignment.planes, first_row, scale);
     }
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++)
