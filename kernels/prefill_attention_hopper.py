@@ -16,29 +16,46 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
+from .checks import ACTIVATIONS, check_tensor
 from .errors import KernelArgumentError
 from .loader import device_architecture, load, variants
-from .pages import KVPages
+from .pages import FORMAT_NUMBERS, KVPages, PageFormat
 from .tensor_map import swizzled_map
 
 ARCHITECTURE = "sm_90a"
 HEAD_DIMS = (64, 128)
+_OWN_FORMAT: dict[torch.dtype, PageFormat] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_BYTE_FORMATS: tuple[PageFormat, ...] = ("int8", "fp8_e4m3", "fp8_e5m2")
 
-VARIANTS = variants("paged_prefill_hopper", architectures=(ARCHITECTURE,), ACTIVATION_BF16=(0, 1), HEAD_DIM=HEAD_DIMS)
+VARIANTS = tuple(
+    variant
+    for activation_bf16, own_format in enumerate(_OWN_FORMAT.values())
+    for variant in variants(
+        "paged_prefill_hopper",
+        architectures=(ARCHITECTURE,),
+        ACTIVATION_BF16=(activation_bf16,),
+        KV_FORMAT=[FORMAT_NUMBERS[name] for name in (own_format, *_BYTE_FORMATS)],
+        HEAD_DIM=HEAD_DIMS,
+    )
+)
 
-_QUERIES, _KEYS, _STAGES, _THREADS, _PAGE, _TICKETS = 128, 128, 2, 384, 16, 64  # as in the .cu
-_POOL_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# As in the .cu.
+_QUERIES = _KEYS = 128
+_PAGE = 16
+_THREADS = 384
+_TICKETS = 64
 _launches = itertools.count()
 
 
-def supports(pages: KVPages, num_heads: int) -> bool:
-    """Whether the current device, this pool and this number of query heads are served."""
+def supports(pages: KVPages, num_heads: int, dtype: torch.dtype) -> bool:
+    """Whether the current device, this pool, and activations of this type with this number of heads are served."""
     return (
         device_architecture() == ARCHITECTURE
         and pages.head_dim in HEAD_DIMS
-        and pages.format in _POOL_DTYPES
-        and pages.block_size % _PAGE == 0
+        and pages.format in (_OWN_FORMAT.get(dtype), *_BYTE_FORMATS)
+        and dtype in _OWN_FORMAT
+        and pages.block_size >= _PAGE
+        and pages.block_size.bit_count() == 1
         and num_heads % pages.num_kv_heads == 0
     )
 
@@ -47,35 +64,43 @@ def paged_prefill_hopper(
     q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor,
     max_queries: int, max_context: int, out: Tensor,
 ) -> None:  # fmt: skip
-    """Attention of q over the pool, into `out`; arguments as in `prefill_attention.paged_prefill`.
+    """Attention of q [T, H, D] over the pool, into `out` [T, H * D]: arguments as of `prefill_attention.paged_prefill`.
 
-    q fp16 or bf16 [T, H, D], in the pool's dtype; block_tables int32 [S, max_blocks]; query_starts int32 [S + 1];
-    context_lens int32 [S]; out [T, H * D] in q's dtype. Sequence s has the queries query_starts[s] to
-    query_starts[s + 1], and the last of them sees its first context_lens[s] keys, which are in the pool already. Other
-    rows of out are left alone. Raises KernelArgumentError.
+    Of pools of 16-bit formats q has the type. Raises KernelArgumentError, also for what `supports` denies.
     """
     num_sequences = _check(q, pages, layer, block_tables, query_starts, context_lens, out)
+    if max_context > block_tables.shape[1] * pages.block_size:
+        raise KernelArgumentError(
+            f"max_context is {max_context}; block_tables holds {block_tables.shape[1]} blocks of {pages.block_size}"
+        )
     tokens, num_heads, head_dim = q.shape
     tiles = min(tokens // _QUERIES + num_sequences, num_sequences * math.ceil(max_queries / _QUERIES))
-    if not tiles:
+    if not tiles or not tokens:
         return
-    kernel = load("paged_prefill_hopper", ACTIVATION_BF16=int(q.dtype is torch.bfloat16), HEAD_DIM=head_dim)
-    planes = pages.num_layers * 2 * pages.num_kv_heads
-    rows = pages.pool.view(q.dtype).view(-1, head_dim)
+    kernel = load(
+        "paged_prefill_hopper", ACTIVATION_BF16=int(q.dtype is torch.bfloat16), KV_FORMAT=FORMAT_NUMBERS[pages.format],
+        HEAD_DIM=head_dim,
+    )  # fmt: skip
+    q_map = swizzled_map(q.view(tokens, -1), _QUERIES)
+    own = pages.format not in _BYTE_FORMATS
+    pool_map = swizzled_map(pages.pool.view(q.dtype).view(-1, head_dim), _PAGE) if own else q_map
     kernel.launch(
         (min(tiles * num_heads, _multiprocessors(q.device)),), _THREADS,
         [
-            q, pages.pool, swizzled_map(rows, _PAGE), block_tables, query_starts, context_lens, out,
-            num_sequences, block_tables.shape[1], pages.block_size, planes, layer * 2 * pages.num_kv_heads,
-            num_heads, pages.num_kv_heads, math.log2(math.e) / math.sqrt(head_dim), next(_launches) % _TICKETS,
+            q_map, pool_map, pages.pool, block_tables, query_starts, context_lens, out,
+            num_sequences, block_tables.shape[1], pages.block_size.bit_length() - 1,
+            pages.num_layers * 2 * pages.num_kv_heads, layer * 2 * pages.num_kv_heads, num_heads, pages.num_kv_heads,
+            math.log2(math.e) / math.sqrt(head_dim), next(_launches) % _TICKETS,
         ],
-        _shared_bytes(head_dim),
+        _shared_bytes(head_dim, own),
     )  # fmt: skip
 
 
-def _shared_bytes(head_dim: int) -> int:
-    """Of the struct Shared, and what aligning it takes."""
-    return 2 * _STAGES * _KEYS * head_dim * 2 + _QUERIES * (head_dim * 2 + 16) + 256 + 1024
+def _shared_bytes(head_dim: int, own: bool) -> int:
+    """Of the .cu's struct Shared, and what aligning it takes."""
+    tile, queries = _KEYS * head_dim * 2, _QUERIES * head_dim * 2
+    tiles = 6 * tile if own else 4 * tile + 2 * _KEYS * (head_dim + 2)
+    return tiles + queries + 256 + 1024
 
 
 @functools.cache
@@ -87,19 +112,18 @@ def _check(
     q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, out: Tensor
 ) -> int:
     """The number of sequences."""
-    if not supports(pages, q.shape[1] if q.ndim == 3 else 0):
-        raise KernelArgumentError(
-            f"not served: pages of {pages.format}, head_dim {pages.head_dim}, block_size {pages.block_size}; served on "
-            f"{ARCHITECTURE}: fp16, bf16, head_dim {HEAD_DIMS}, block_size in steps of {_PAGE}; see prefill_attention"
-        )
-    dtype = _POOL_DTYPES[pages.format]
-    check_tensor("q", q, dtype, [("T", None), ("H", None), ("D", pages.head_dim)])
+    check_tensor("q", q, ACTIVATIONS, [("T", None), ("H", None), ("D", pages.head_dim)])
     tokens, num_heads, head_dim = q.shape
+    if not supports(pages, num_heads, q.dtype):
+        raise KernelArgumentError(
+            f"not served: q {q.dtype} with {num_heads} heads, pages {pages.format} with {pages.num_kv_heads} KV heads, "
+            f"head_dim {head_dim}, block_size {pages.block_size}; prefill_attention.paged_prefill may serve it"
+        )
     if not 0 <= layer < pages.num_layers:
         raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {pages.num_layers - 1}")
     check_tensor("context_lens", context_lens, torch.int32, [("S", None)], alignment=4)
     num_sequences = context_lens.shape[0]
     check_tensor("query_starts", query_starts, torch.int32, [("S+1", num_sequences + 1)], alignment=4)
     check_tensor("block_tables", block_tables, torch.int32, [("S", num_sequences), ("max_blocks", None)], alignment=4)
-    check_tensor("out", out, dtype, [("T", tokens), ("H*D", num_heads * head_dim)])
+    check_tensor("out", out, q.dtype, [("T", tokens), ("H*D", num_heads * head_dim)])
     return num_sequences

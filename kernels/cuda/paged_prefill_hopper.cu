@@ -1,21 +1,23 @@
-// Causal attention of new tokens over the paged KV pool, for SM90a: TMA fills shared memory, wgmma multiplies.
+// Causal attention of prompt chunks over the paged pool, for SM90a: TMA fills shared memory, wgmma multiplies.
 //
-// One item of work is 128 queries of one head. A CTA has one warpgroup that loads and two that compute 64 queries each; it
-// takes items until none is left, the ones with the longest context of each sequence first. Tiles of 128 keys are visited
+// An item of work is 128 queries of one head. A block has one warpgroup that loads and two that compute 64 queries each;
+// it takes items until none is left, of each sequence the one with the most keys first. Tiles of 128 keys are visited
 // from the last visible one down to the first. While a warpgroup turns the scores of one tile into weights, the tensor
 // cores compute its previous tile's weighted sum of values, or the other warpgroup's products.
 //
-// Tiles lie in shared memory as wgmma wants them with 128-byte swizzle: per 64 columns ("half") one row of 128 bytes per
-// key, 16-byte chunk c of row r at place c ^ (r % 8). K is then a B operand "K-major", V one "MN-major".
+// Tiles lie in shared memory in the 128-byte swizzle of wgmma.cuh: of each 64 columns (a "half") one row of 128 bytes per
+// key. K is then a K-major operand, V an N-major one.
+//
+// Macros: ACTIVATION_BF16, KV_FORMAT (of 16 bits: the activation's type), HEAD_DIM (64 or 128).
 #include "common.cuh"
+#include "kv_read.cuh"
 #include "mma.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
 constexpr int QUERIES = 128;  // of an item
 constexpr int KEYS = 128;     // of a tile
-constexpr int STAGES = 2;     // of the rings of K and V tiles
-constexpr int PAGE = 16;      // tokens that one copy moves
+constexpr int PAGE = 16;      // keys that certainly lie side by side in the pool
 constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2;
 constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
@@ -24,37 +26,72 @@ constexpr int HALVES = HEAD_DIM / 64;
 constexpr int ROW_BYTES = 128;
 constexpr int HALF_BYTES = KEYS * ROW_BYTES;
 constexpr int TILE_BYTES = HALVES * HALF_BYTES;
-constexpr int QUERY_BYTES = HEAD_DIM * 2;
-constexpr int QUERY_STRIDE = QUERY_BYTES + 16;  // 8 rows of ldmatrix fall into different banks
+constexpr int QUERY_HALF_BYTES = QUERIES * ROW_BYTES;
+constexpr int PAGES = KEYS / PAGE;
 
-constexpr int TICKETS = 64;  // launches that may be under way at once
+constexpr bool CONVERTED = KV_ELEMENT_BYTES == 1;  // else the pool holds Activations
+static_assert(CONVERTED || KV_FORMAT == ACTIVATION_BF16);
+constexpr int LOADERS = CONVERTED ? WARPGROUP / WARP : 1;  // warps that fill tiles
+constexpr int STAGES = CONVERTED ? 2 : 3;                  // tiles of K, and of V, in shared memory
+
+// Of a block's registers the compiler deals each thread 168; the warpgroups divide them otherwise.
+constexpr int LOADER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
+
+// Blocks take items from a counter; launches that may be under way at once have one each.
+constexpr int TICKETS = 64;
+struct Ticket {
+    unsigned next, finished;
+};
+__device__ Ticket tickets[TICKETS];
 
 struct Item {
     int first_row;       // of q and out
     int rows;            // that are queries of this sequence
     int first_position;  // of the first query in its sequence
-    int tiles;           // of keys that the last query sees; 0: no work is left
+    int tiles;           // of keys, up to the last that a query sees; 0: no work is left
     int head;
     int sequence;
     int context;
 };
 
-struct Shared {
-    uint8 k[STAGES][TILE_BYTES];
-    uint8 v[STAGES][TILE_BYTES];
-    uint8 q[QUERIES * QUERY_STRIDE];
-    Item item;
-    Barrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES], q_full, q_empty;
-};
-
 struct Pool {
     const uint8 *bytes;
+    const TensorMap *map;  // of rows of HEAD_DIM Activations, for boxes of PAGE rows
     const int *block_tables;
-    int max_blocks, block_size;
+    int max_blocks;
+    int block_shift;  // log2 of a block's tokens
     int planes;       // in one block
     int first_plane;  // of this layer's K in its block
     int num_kv_heads;
 };
+
+enum Kind { K, V };
+
+// A tile as a pool of bytes stores it.
+struct Stored {
+    alignas(16) uint8 elements[KEYS * HEAD_DIM];
+    __half scales[KEYS];
+};
+
+struct Shared {
+    uint8 tiles[2][STAGES][TILE_BYTES];  // of each Kind
+    uint8 q[HALVES * QUERY_HALF_BYTES];
+#if KV_FORMAT > 1
+    Stored stored[2];
+    Barrier stored_full[2], stored_empty[2];
+#endif
+    Barrier full[2][STAGES], empty[2][STAGES];
+    Barrier q_full, q_empty;
+    Item item;
+    int next_number[2];
+};
+
+// One thread of a warp, always the same; unlike a test of the lane, the compiler knows that it is one.
+__device__ __forceinline__ bool elect() {
+    uint32 elected;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+    return elected;
+}
 
 __device__ __forceinline__ void arrive(Barrier *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -68,30 +105,14 @@ __device__ __forceinline__ void copy_bulk(void *to, const void *from, uint32 byt
                  : "memory");
 }
 
-template <int N> __device__ __forceinline__ void set_registers(bool more) {
-    if (more) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-// A place in a ring of stages, and the parity of the barriers when it is reached.
+// Tile number `count` of a block, in a ring of stages.
 struct Place {
-    int stage = 0;
-    uint32 parity = 0;
-    __device__ __forceinline__ void advance() {
-        stage++;
-        if (stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
+    int stage;
+    uint32 parity;
+    __device__ __forceinline__ explicit Place(int count) : stage(count % STAGES), parity(count / STAGES & 1) {}
 };
 
-// ---- the producer ----------------------------------------------------------------------------------------------------
-
-struct Ticket {
-    unsigned next, finished;
-};
-__device__ Ticket tickets[TICKETS];
+// ---- loading ---------------------------------------------------------------------------------------------------------
 
 // The item of this number, the same in all lanes; tiles = 0 when there are not so many.
 __device__ Item find_item(int number, const int *query_starts, const int *context_lens, int num_sequences, int num_heads) {
@@ -100,27 +121,25 @@ __device__ Item find_item(int number, const int *query_starts, const int *contex
     for (int first = 0; first < num_sequences; first += WARP) {
         const int sequence = first + lane;
         const int start = query_starts[min(sequence, num_sequences)], end = query_starts[min(sequence + 1, num_sequences)];
-        const int own = (end - start + QUERIES - 1) / QUERIES;
-        int through = own;
+        int through = (end - start + QUERIES - 1) / QUERIES;  // items of one head, up to this lane's sequence
 #pragma unroll
         for (int offset = 1; offset < WARP; offset *= 2) {
             const int below = __shfl_up_sync(0xffffffffu, through, offset);
             if (lane >= offset) through += below;
         }
-        const unsigned later = __ballot_sync(0xffffffffu, through > place);
-        if (later) {
-            const int owner = __ffs(later) - 1;
+        const unsigned candidates = __ballot_sync(0xffffffffu, through > place);
+        if (candidates) {
+            const int owner = __ffs(candidates) - 1;
             const int index = __shfl_sync(0xffffffffu, through, owner) - 1 - place;  // the last queries come first
             const int queries = __shfl_sync(0xffffffffu, end - start, owner);
-            const int context = context_lens[first + owner];
             Item item;
             item.first_row = __shfl_sync(0xffffffffu, start, owner) + index * QUERIES;
             item.rows = min(QUERIES, queries - index * QUERIES);
-            item.first_position = context - queries + index * QUERIES;
+            item.sequence = first + owner;
+            item.context = context_lens[item.sequence];
+            item.first_position = item.context - queries + index * QUERIES;
             item.tiles = (item.first_position + item.rows + KEYS - 1) / KEYS;
             item.head = number % num_heads;
-            item.sequence = first + owner;
-            item.context = context;
             return item;
         }
         place -= __shfl_sync(0xffffffffu, through, WARP - 1);
@@ -128,97 +147,213 @@ __device__ Item find_item(int number, const int *query_starts, const int *contex
     return Item{};
 }
 
-__device__ __forceinline__ void copy_queries(Shared &shared, const Activation *q, const Item &item, int num_heads) {
-    for (int row = threadIdx.x % WARP; row < QUERIES; row += WARP) {
-        const size_t source = size_t(item.first_row + min(row, item.rows - 1)) * num_heads + item.head;
-        copy_bulk(shared.q + row * QUERY_STRIDE, q + source * HEAD_DIM, QUERY_BYTES, &shared.q_full);
+// One warp hands an item to the consumers: its numbers and its queries. `q` is the map of [T, num_heads * HEAD_DIM].
+__device__ __forceinline__ void publish(Shared &shared, const Item &item, const TensorMap &q, uint32 parity) {
+    barrier_wait(&shared.q_empty, parity ^ 1);
+    if (elect()) {
+        shared.item = item;
+        barrier_expect(&shared.q_full, item.tiles ? HALVES * QUERY_HALF_BYTES : 0);
+        if (item.tiles == 0) return;
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            copy_box(shared.q + half * QUERY_HALF_BYTES, q, item.head * HEAD_DIM + half * 64, item.first_row, &shared.q_full);
+        }
     }
 }
 
-// The page that the context ends in: rows behind the end become zeros, as 0 times whatever lies there need not be 0.
-__device__ void copy_last_page(uint8 *rows, const Activation *page, int count) {
-    constexpr int CHUNKS = HEAD_DIM / 8;
-    for (int i = threadIdx.x % WARP; i < PAGE * CHUNKS; i += WARP) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
-        const uint4 value = row < count ? reinterpret_cast<const uint4 *>(page)[i] : uint4{};
-        *reinterpret_cast<uint4 *>(rows + chunk / 8 * HALF_BYTES + swizzled_128(row, chunk % 8 * 16)) = value;
-    }
-    fence_async_proxy();
-}
+// Each lane of a warp knows about one page of a tile.
+__device__ __forceinline__ int own_page() { return threadIdx.x % PAGES; }
 
-// One warp fills a tile with the keys from `first_key` on. Lanes 0..7 copy one half of 8 pages, lanes 8..15 the other.
-// `block` is the lane's page's; pages behind the context are copied from outside of the pool, which gives zeros.
-__device__ __forceinline__ void fill(uint8 *tile, Barrier *full, const Pool &pool, const TensorMap &map, int plane, int block,
-                                     int first_key, int context) {
-    const int lane = threadIdx.x % WARP;
-    const int page = lane % (KEYS / PAGE), half = lane / (KEYS / PAGE);
-    const int key = first_key + page * PAGE;
-    const int row = key < context ? (block * pool.planes + plane) * pool.block_size + key % pool.block_size : -PAGE;
-    const int filled = context - key;  // rows of this page, if it is the last one
-    const unsigned cut = __ballot_sync(0xffffffffu, half == 0 && filled > 0 && filled < PAGE);
-    if (cut) {
-        const int owner = __ffs(cut) - 1;
-        const size_t first = __shfl_sync(0xffffffffu, row, owner);
-        copy_last_page(tile + owner * PAGE * ROW_BYTES, reinterpret_cast<const Activation *>(pool.bytes) + first * HEAD_DIM,
-                       context % PAGE);
+// A Loader fills tiles. The next one of its kind is announced one fill ahead, by its number, plane, first key and the
+// block in the pool that holds the own page.
+#if KV_FORMAT <= 1
+
+// The pool holds Activations: one warp has them copied.
+struct Loader {
+    Shared &shared;
+    const Pool &pool;
+    int rows[2] = {};  // of the own page in the pool, counted through all planes; negative is outside of it: copies zeros
+
+    template <Kind KIND> __device__ __forceinline__ void announce(int, int plane, int first_key, int context, int block) {
+        const int key = first_key + own_page() * PAGE;
+        const int in_block = key & ((1 << pool.block_shift) - 1);
+        rows[KIND] = key < context ? ((block * pool.planes + plane) << pool.block_shift) + in_block : -PAGE;
+    }
+
+    template <Kind KIND> __device__ __forceinline__ void fill(int, uint8 *tile, Barrier *full, int first_key, int context) {
+        const int rest = context - first_key;
+        const int cut = rest > 0 && rest < KEYS && rest % PAGE ? rest / PAGE : PAGES;  // the page that the context ends in
+        int row[PAGES];
+#pragma unroll
+        for (int page = 0; page < PAGES; page++) row[page] = __shfl_sync(0xffffffffu, rows[KIND], page);
+        if (cut < PAGES) copy_last_page(tile, cut, __shfl_sync(0xffffffffu, rows[KIND], cut), rest % PAGE);
+        if (elect()) {
+            barrier_expect(full, TILE_BYTES - (cut < PAGES ? PAGE * HEAD_DIM * 2 : 0));
+#pragma unroll
+            for (int page = 0; page < PAGES; page++) {
+                if (page == cut) continue;
+#pragma unroll
+                for (int half = 0; half < HALVES; half++) {
+                    copy_box(tile + half * HALF_BYTES + page * PAGE * ROW_BYTES, *pool.map, half * 64, row[page], full);
+                }
+            }
+        }
         __syncwarp();
     }
-    if (lane == 0) barrier_expect(full, TILE_BYTES - (cut ? PAGE * QUERY_BYTES : 0));
-    __syncwarp();
-    if (half < HALVES && !(cut >> page & 1)) copy_box(tile + half * HALF_BYTES + page * PAGE * ROW_BYTES, map, half * 64, row, full);
-}
 
-__device__ __forceinline__ void produce_item(Shared &shared, const Pool &pool, const TensorMap &map, const Item &item,
-                                             int queries_per_kv, Place &k, Place &v) {
-    const int plane = pool.first_plane + item.head / queries_per_kv;
+    // Rows behind the end become zeros, as 0 times whatever lies there need not be 0.
+    __device__ __forceinline__ void copy_last_page(uint8 *tile, int page, int row, int count) {
+        constexpr int CHUNKS = HEAD_DIM / 8;
+        const uint4 *chunks = reinterpret_cast<const uint4 *>(pool.bytes) + size_t(row) * CHUNKS;
+#pragma unroll 1  // saves registers
+        for (int i = threadIdx.x; i < PAGE * CHUNKS; i += WARP) {
+            const int r = i / CHUNKS, chunk = i % CHUNKS;
+            uint8 *to = tile + chunk / 8 * HALF_BYTES + swizzled_128(page * PAGE + r, chunk % 8 * 16);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(chunks + i), "r"(r < count ? 16 : 0) : "memory");
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        fence_async_proxy();
+        __syncwarp();
+    }
+};
+
+#else
+
+// The pool holds bytes: they are copied as they are, then four warps convert them; all is exact but int8's scaling.
+struct Loader {
+    Shared &shared;
+    const Pool &pool;
+
+    template <Kind KIND> __device__ __forceinline__ void announce(int count, int plane, int first_key, int context, int block) {
+        if (threadIdx.x >= WARP) return;
+        const int pages = min(PAGES, (context - first_key + PAGE - 1) / PAGE), block_size = 1 << pool.block_shift;
+        const size_t plane_size = plane_bytes(block_size, HEAD_DIM);
+        Stored &stored = shared.stored[KIND];
+        Barrier *full = &shared.stored_full[KIND];
+        int blocks[PAGES];
+#pragma unroll
+        for (int page = 0; page < PAGES; page++) blocks[page] = __shfl_sync(0xffffffffu, block, page);
+        barrier_wait(&shared.stored_empty[KIND], (count & 1) ^ 1);
+        if (elect()) {
+            barrier_expect(full, pages * PAGE * (HEAD_DIM + (KV_SCALED ? 2 : 0)));
+#pragma unroll
+            for (int page = 0; page < PAGES; page++) {
+                if (page >= pages) break;
+                const uint8 *elements = pool.bytes + (size_t(blocks[page]) * pool.planes + plane) * plane_size;
+                const int first = (first_key + page * PAGE) & (block_size - 1), at = page * PAGE;
+                copy_bulk(stored.elements + at * HEAD_DIM, elements + first * HEAD_DIM, PAGE * HEAD_DIM, full);
+                if (KV_SCALED) copy_bulk(stored.scales + at, elements + block_size * HEAD_DIM + first * 2, PAGE * 2, full);
+            }
+        }
+        __syncwarp();
+    }
+
+    template <Kind KIND> __device__ __forceinline__ void fill(int count, uint8 *tile, Barrier *full, int first_key, int context) {
+        constexpr int PIECE = 16;
+        const Stored &stored = shared.stored[KIND];
+        barrier_wait(&shared.stored_full[KIND], count & 1);
+#pragma unroll 2
+        for (int i = threadIdx.x; i < KEYS * HEAD_DIM / PIECE; i += WARPGROUP) {
+            const int row = i * PIECE / HEAD_DIM, column = i * PIECE % HEAD_DIM;
+            // Behind the end of the context lies anything, and 0 times that need not be 0.
+            const bool exists = first_key + row < context;
+            const uint4 piece = exists ? *reinterpret_cast<const uint4 *>(stored.elements + i * PIECE) : uint4{};
+            const __half scale = KV_SCALED && exists ? stored.scales[row] : __half{};
+            store(tile + column / 64 * HALF_BYTES, row, column % 64, piece, scale);
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (threadIdx.x % WARP == 0) {
+            arrive(full);
+            arrive(&shared.stored_empty[KIND]);
+        }
+    }
+
+    // 16 elements as two chunks. With two halves to a row, lanes 4..7 of 8 begin with the second: they meet other banks.
+    __device__ __forceinline__ void store(uint8 *half, int row, int column, uint4 piece, __half scale) {
+        const bool swap = HALVES == 2 && threadIdx.x & 4;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const bool second = swap != (j == 1);
+            uint32 low[PAIRS_PER_WORD], high[PAIRS_PER_WORD];
+            to_pairs(second ? piece.z : piece.x, low);
+            to_pairs(second ? piece.w : piece.y, high);
+            const uint4 chunk{activations(low[0], scale), activations(low[1], scale), activations(high[0], scale),
+                              activations(high[1], scale)};
+            *reinterpret_cast<uint4 *>(half + swizzled_128(row, column * 2 + second * 16)) = chunk;
+        }
+    }
+
+    // A pair of halves, scaled; fp16 saturates.
+    static __device__ __forceinline__ uint32 activations(uint32 pair, __half scale) {
+        __half2 halves = reinterpret_cast<const __half2 &>(pair);
+#if ACTIVATION_BF16
+        float2 values = __half22float2(halves);
+        if (KV_SCALED) values = make_float2(values.x * __half2float(scale), values.y * __half2float(scale));
+        const __nv_bfloat162 result = __floats2bfloat162_rn(values.x, values.y);
+        return reinterpret_cast<const uint32 &>(result);
+#else
+        const __half2 largest = __half2half2(__ushort_as_half(0x7bff));
+        if (KV_SCALED) halves = __hmax2_nan(__hmin2_nan(__hmul2(halves, __half2half2(scale)), largest), __hneg2(largest));
+        return reinterpret_cast<const uint32 &>(halves);
+#endif
+    }
+};
+
+#endif
+
+// `count` tiles went before; returns how many there are then.
+__device__ __forceinline__ int load_item(Loader &loader, const Item &item, int kv_head, int count) {
+    Shared &shared = loader.shared;
+    const Pool &pool = loader.pool;
+    const int k_plane = pool.first_plane + kv_head, v_plane = k_plane + pool.num_kv_heads;
     const int *table = pool.block_tables + size_t(item.sequence) * pool.max_blocks;
-    const int page = threadIdx.x % WARP % (KEYS / PAGE) * PAGE;
-    int block = 0;  // of tile `tile`
-    for (int tile = item.tiles; tile >= 0; tile--) {  // K of the tile below goes before V of this one
-        int next = 0;
-        if (tile > 0) {
-            const int key = (tile - 1) * KEYS + page;
-            if (key < item.context) next = table[key / pool.block_size];
-            barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-            fill(shared.k[k.stage], &shared.k_full[k.stage], pool, map, plane, next, (tile - 1) * KEYS, item.context);
-            k.advance();
-        }
-        if (tile < item.tiles) {
-            barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-            fill(shared.v[v.stage], &shared.v_full[v.stage], pool, map, plane + pool.num_kv_heads, block, tile * KEYS, item.context);
-            v.advance();
-        }
-        block = next;
+    const auto own_block = [&](int tile) {
+        const int key = tile * KEYS + own_page() * PAGE;
+        return tile >= 0 && key < item.context ? table[key >> pool.block_shift] : 0;
+    };
+    int tile = item.tiles - 1, block = own_block(tile);
+    loader.announce<K>(count, k_plane, tile * KEYS, item.context, block);
+    for (; tile >= 0; tile--, count++) {
+        const Place place(count);
+        const int next_block = own_block(tile - 1);
+        loader.announce<V>(count, v_plane, tile * KEYS, item.context, block);
+        barrier_wait(&shared.empty[K][place.stage], place.parity ^ 1);
+        loader.fill<K>(count, shared.tiles[K][place.stage], &shared.full[K][place.stage], tile * KEYS, item.context);
+        if (tile > 0) loader.announce<K>(count + 1, k_plane, (tile - 1) * KEYS, item.context, next_block);
+        barrier_wait(&shared.empty[V][place.stage], place.parity ^ 1);
+        loader.fill<V>(count, shared.tiles[V][place.stage], &shared.full[V][place.stage], tile * KEYS, item.context);
+        block = next_block;
     }
+    return count;
 }
 
-__device__ void produce(Shared &shared, const Pool &pool, const TensorMap &map, const Activation *q, const int *query_starts,
-                        const int *context_lens, int num_sequences, int num_heads, Ticket &ticket) {
-    const int lane = threadIdx.x % WARP;
-    Place k, v;
-    uint32 q_parity = 0;
-    for (int number = blockIdx.x;;) {
+// The number of the block's next item, the same for all loading threads: items go to whoever is free.
+__device__ __forceinline__ int take_number(Shared &shared, Ticket &ticket, int turn) {
+    if (threadIdx.x == 0) shared.next_number[turn] = gridDim.x + atomicAdd(&ticket.next, 1);
+    if (LOADERS == 1) __syncwarp();
+    else asm volatile("bar.sync 3, %0;" ::"n"(LOADERS * WARP) : "memory");
+    return shared.next_number[turn];
+}
+
+__device__ void load(Shared &shared, const Pool &pool, const TensorMap &q, const int *query_starts, const int *context_lens,
+                     int num_sequences, int num_heads, Ticket &ticket) {
+    Loader loader{shared, pool};
+    int number = blockIdx.x, count = 0;
+    for (int turn = 0;; turn ^= 1) {
         const Item item = find_item(number, query_starts, context_lens, num_sequences, num_heads);
-        barrier_wait(&shared.q_empty, q_parity ^ 1);
-        if (lane == 0) {
-            shared.item = item;
-            barrier_expect(&shared.q_full, item.tiles ? QUERIES * QUERY_BYTES : 0);
-        }
-        __syncwarp();
+        if (threadIdx.x < WARP) publish(shared, item, q, turn);
         if (item.tiles == 0) break;
-        copy_queries(shared, q, item, num_heads);
-        produce_item(shared, pool, map, item, num_heads / pool.num_kv_heads, k, v);
-        q_parity ^= 1;
-        if (lane == 0) number = gridDim.x + atomicAdd(&ticket.next, 1);
-        number = __shfl_sync(0xffffffffu, number, 0);
+        count = load_item(loader, item, item.head / (num_heads / pool.num_kv_heads), count);
+        number = take_number(shared, ticket, turn);
     }
-    if (lane == 0) {  // the last one leaves the counters as it found them
+    if (threadIdx.x == 0) {  // the last block leaves the counters as it found them
         __threadfence();
         if (atomicInc(&ticket.finished, gridDim.x - 1) == gridDim.x - 1) ticket.next = 0;
     }
 }
 
-// ---- the consumers ---------------------------------------------------------------------------------------------------
+// ---- computing -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -226,12 +361,19 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-__device__ __forceinline__ uint32 pack(float low, float high) {
+__device__ __forceinline__ uint32 pack_weights(float low, float high) {
 #if ACTIVATION_BF16
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
 #else
     const __half2 pair = __floats2half2_rn(low, high);
 #endif
+    return reinterpret_cast<const uint32 &>(pair);
+}
+
+__device__ __forceinline__ uint32 pack_output(float low, float high) {
+    Activation2 pair;
+    pair.x = from_float<Activation>(low);
+    pair.y = from_float<Activation>(high);
     return reinterpret_cast<const uint32 &>(pair);
 }
 
@@ -266,44 +408,63 @@ template <int N> __device__ __forceinline__ void keep(uint32 (&registers)[N][4])
     for (int i = 0; i < N * 4; i++) asm volatile("" : "+r"(registers[i / 4][i % 4])::"memory");
 }
 
-// One thread's part of 64 queries: with lane = 4g + t, of rows g and g + 8 of its warp's 16 the columns 8j + 2t and + 1,
-// as registers 4j, 4j + 1 and 4j + 2, 4j + 3.
+// Warpgroups multiply in turns, so that one's products run beside the other's arithmetic.
+__device__ __forceinline__ void await_turn(int warpgroup) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "n"(CONSUMERS * WARPGROUP) : "memory");
+}
+__device__ __forceinline__ void give_turn(int warpgroup) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(1 + warpgroup), "n"(CONSUMERS * WARPGROUP) : "memory");
+}
+
+// One thread's part of a warpgroup's 64 queries, in the layout of wgmma.cuh: of rows g and g + 8 of its warp's 16.
 struct Consumer {
     Shared &shared;
+    int warpgroup;
     float scale;  // of scores, times log2(e)
+    int count;    // of tiles whose keys were multiplied
+    bool wanted;  // there is a query in this warp
     uint32 q[HEAD_DIM / 16][4];
     float scores[KEYS / 2];
     uint32 weights[KEYS / 16][4];
     float output[HEAD_DIM / 2];
     float row_max[2], row_sum[2];
-    bool wanted;       // this warp has queries
     float rescale[2];  // what sums over earlier tiles must be multiplied by
-    Place k, v;
 
-    // scores = q K^T, asynchronously.
+    // The 16 queries of the item that begin with `first` are this warp's.
+    __device__ __forceinline__ void take_queries(int first) {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; i++) {
+            ldmatrix_x4(q[i], shared.q + i / 4 * QUERY_HALF_BYTES + swizzled_128(first + lane % 16, i % 4 * 32 + lane / 16 * 16));
+        }
+        release(&shared.q_empty);
+    }
+
+    // scores = q K^T of tile `count`, asynchronously.
     __device__ __forceinline__ void multiply_keys() {
-        barrier_wait(&shared.k_full[k.stage], k.parity);
-        const uint64 tile = swizzled_descriptor(shared.k[k.stage]);
+        const Place place(count);
+        barrier_wait(&shared.full[K][place.stage], place.parity);
+        const uint64 tile = swizzled_descriptor(shared.tiles[K][place.stage]);
         wgmma_begin();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++) wgmma(scores, q[i], tile + (i / 4 * HALF_BYTES + i % 4 * 32) / 16, i > 0);
         wgmma_commit();
     }
 
-    // output += weights V, asynchronously.
+    // output += weights V of the tile before, asynchronously.
     __device__ __forceinline__ void multiply_values() {
-        barrier_wait(&shared.v_full[v.stage], v.parity);
-        const uint64 tile = swizzled_descriptor(shared.v[v.stage], 1024, HALF_BYTES);
+        const Place place(count - 1);
+        barrier_wait(&shared.full[V][place.stage], place.parity);
+        const uint64 tile = swizzled_descriptor(shared.tiles[V][place.stage], 8 * ROW_BYTES, HALF_BYTES);
         wgmma_begin();
 #pragma unroll
         for (int i = 0; i < KEYS / 16; i++) wgmma<1>(output, weights[i], tile + i * 16 * ROW_BYTES / 16, true);
         wgmma_commit();
     }
 
-    __device__ __forceinline__ void release(Barrier *empty, Place &place) {
+    __device__ __forceinline__ void release(Barrier *empty) {
         __syncwarp();
-        if (threadIdx.x % WARP == 0) arrive(&empty[place.stage]);
-        place.advance();
+        if (threadIdx.x % WARP == 0) arrive(empty);
     }
 
     // `last_seen` is the last key within the tile that row g sees.
@@ -336,6 +497,11 @@ struct Consumer {
         }
     }
 
+    __device__ __forceinline__ void round_weights() {
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; i++) weights[i / 4][i % 4] = pack_weights(scores[2 * i], scores[2 * i + 1]);
+    }
+
     // The first tile's scores and weights: nothing to overlap with.
     __device__ __forceinline__ void begin(int last_seen) {
 #pragma unroll
@@ -348,61 +514,57 @@ struct Consumer {
         multiply_keys();
         wgmma_wait<0>();
         wgmma_settle(scores);
-        release(shared.k_empty, k);
+        release(&shared.empty[K][Place(count++).stage]);
         mask(last_seen);
         weigh();
-        pack_weights();
-    }
-
-    __device__ __forceinline__ void pack_weights() {
-#pragma unroll
-        for (int i = 0; i < KEYS / 4; i++) weights[i / 4][i % 4] = pack(scores[2 * i], scores[2 * i + 1]);
+        round_weights();
     }
 
     // A further tile's scores and weights, while the tile before it is multiplied with its values.
-    template <bool MASKED> __device__ __forceinline__ void step(int last_seen, int own_turn, int others_turn) {
-        asm volatile("bar.sync %0, %1;" ::"r"(own_turn), "n"(CONSUMERS * WARPGROUP) : "memory");
+    template <bool MASKED> __device__ __forceinline__ void step(int last_seen) {
+        await_turn(warpgroup);
         multiply_keys();
         multiply_values();
-        asm volatile("bar.arrive %0, %1;" ::"r"(others_turn), "n"(CONSUMERS * WARPGROUP) : "memory");
+        give_turn(warpgroup ^ 1);
         wgmma_wait<1>();
         wgmma_settle(scores);
-        release(shared.k_empty, k);
+        release(&shared.empty[K][Place(count).stage]);
         // Without a branch here the compiler moves the wait below in front of the arithmetic it is to overlap with.
         if (wanted) {
             if (MASKED) mask(last_seen);
             weigh();
         }
-        wgmma_wait<0>();
-        wgmma_settle(output);
-        keep(weights);
-        release(shared.v_empty, v);
+        settle_output();
+        count++;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; i++) output[i] *= rescale[i / 2 % 2];
-        pack_weights();
+        round_weights();
     }
 
     __device__ __forceinline__ void finish() {
         multiply_values();
+        settle_output();
+    }
+
+    __device__ __forceinline__ void settle_output() {
         wgmma_wait<0>();
         wgmma_settle(output);
         keep(weights);
-        release(shared.v_empty, v);
-#pragma unroll
-        for (int r = 0; r < 2; r++) row_sum[r] = 1.f / quad_sum(row_sum[r]);
+        release(&shared.empty[V][Place(count - 1).stage]);
     }
 
     // `row` is this thread's row g of the item, `out` points to the item's first row and head.
     __device__ __forceinline__ void store(Activation *out, int stride, int row, int rows) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
+            const float factor = 1.f / quad_sum(row_sum[r]);
 #pragma unroll
             for (int j = 0; j < HEAD_DIM / 32; j++) {
                 uint32 x[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const float *pair = output + 4 * (4 * j + i) + 2 * r;
-                    x[i] = pack(pair[0] * row_sum[r], pair[1] * row_sum[r]);
+                    x[i] = pack_output(pair[0] * factor, pair[1] * factor);
                 }
                 quad_transpose(x);
                 if (row + 8 * r < rows) {
@@ -414,67 +576,67 @@ struct Consumer {
     }
 };
 
-__device__ __forceinline__ void load_queries(uint32 (&q)[HEAD_DIM / 16][4], const uint8 *rows) {
-    const int lane = threadIdx.x % WARP;
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; i++) ldmatrix_x4(q[i], rows + lane % 16 * QUERY_STRIDE + lane / 16 * 16 + i * 32);
-}
-
-__device__ __forceinline__ void consume(Shared &shared, Activation *out, int num_heads, float scale) {
-    const int group = threadIdx.x / WARPGROUP - 1, warp_row = threadIdx.x / WARP * 16 - WARPGROUP / WARP * 16;
-    const int row = warp_row + threadIdx.x % WARP / 4;
-    const int own_turn = 1 + group, others_turn = 2 - group;
-    if (group == 1) asm volatile("bar.arrive %0, %1;" ::"r"(others_turn), "n"(CONSUMERS * WARPGROUP) : "memory");
-    Consumer state{shared, scale};
-    for (uint32 q_parity = 0;; q_parity ^= 1) {
-        barrier_wait(&shared.q_full, q_parity);
+__device__ __forceinline__ void compute(Shared &shared, Activation *out, int num_heads, float scale) {
+    const int warpgroup = threadIdx.x / WARPGROUP - 1;
+    const int warp_row = (threadIdx.x - WARPGROUP) / WARP * 16, row = warp_row + threadIdx.x % WARP / 4;
+    if (warpgroup == 1) give_turn(0);
+    Consumer consumer{shared, warpgroup, scale, 0};
+    for (uint32 parity = 0;; parity ^= 1) {
+        barrier_wait(&shared.q_full, parity);
         const Item item = shared.item;
         if (item.tiles == 0) return;
-        load_queries(state.q, shared.q + warp_row * QUERY_STRIDE);
-        __syncwarp();
-        if (threadIdx.x % WARP == 0) arrive(&shared.q_empty);
+        consumer.take_queries(warp_row);
+        consumer.wanted = warp_row < item.rows;
 
         const int position = item.first_position + row;
-        const int unmasked = min(item.tiles - 1, (item.first_position + group * 64 + 1) / KEYS);  // tiles that all 64 rows see
-        state.wanted = warp_row < item.rows;
+        const int unmasked = (item.first_position + warpgroup * 64 + 1) / KEYS;  // tiles that all 64 rows see
         int tile = item.tiles - 1;
-        state.begin(position - tile * KEYS);
+        consumer.begin(position - tile * KEYS);
 #pragma unroll 1
-        for (tile--; tile >= unmasked; tile--) state.step<true>(position - tile * KEYS, own_turn, others_turn);
+        for (tile--; tile >= unmasked; tile--) consumer.step<true>(position - tile * KEYS);
 #pragma unroll 1
-        for (; tile >= 0; tile--) state.step<false>(0, own_turn, others_turn);
-        state.finish();
-        state.store(out + (size_t(item.first_row) * num_heads + item.head) * HEAD_DIM, num_heads * HEAD_DIM, row, item.rows);
+        for (; tile >= 0; tile--) consumer.step<false>(0);
+        consumer.finish();
+        consumer.store(out + (size_t(item.first_row) * num_heads + item.head) * HEAD_DIM, num_heads * HEAD_DIM, row, item.rows);
     }
 }
 
-// q [T, num_heads, HEAD_DIM]; out [T, num_heads * HEAD_DIM]; sequence s has the rows query_starts[s] .. query_starts[s + 1].
+// One thread's work. `arrivals` that fill a tile: one per loading warp; that empty it: one per computing warp.
+__device__ void init_barriers(Shared &shared) {
+    constexpr int READERS = CONSUMERS * WARPGROUP / WARP;
+    for (int kind = K; kind <= V; kind++) {
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(&shared.full[kind][stage], LOADERS);
+            barrier_init(&shared.empty[kind][stage], READERS);
+        }
+#if KV_FORMAT > 1
+        barrier_init(&shared.stored_full[kind], 1);
+        barrier_init(&shared.stored_empty[kind], LOADERS);
+#endif
+    }
+    barrier_init(&shared.q_full, 1);
+    barrier_init(&shared.q_empty, READERS);
+    fence_barrier_init();
+}
+
+// q, out [T, num_heads * HEAD_DIM]; sequence s has the rows query_starts[s] .. query_starts[s + 1]. `map` describes the pool
+// (of Activations).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    paged_prefill_hopper(const Activation *q, const uint8 *pool_bytes, const __grid_constant__ TensorMap map, const int *block_tables, const int *query_starts,
-                         const int *context_lens, Activation *out, int num_sequences, int max_blocks, int block_size, int planes,
-                         int first_plane, int num_heads, int num_kv_heads, float scale, int ticket) {
+    paged_prefill_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap map, const uint8 *pool_bytes, const int *block_tables,
+                         const int *query_starts, const int *context_lens, Activation *out, int num_sequences, int max_blocks,
+                         int block_shift, int planes, int first_plane, int num_heads, int num_kv_heads, float scale, int ticket) {
     extern __shared__ uint8 unaligned[];
     Shared &shared = *reinterpret_cast<Shared *>(unaligned + (-shared_address(unaligned) & 1023));
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            barrier_init(&shared.k_full[i], 1);
-            barrier_init(&shared.v_full[i], 1);
-            barrier_init(&shared.k_empty[i], CONSUMERS * WARPGROUP / WARP);
-            barrier_init(&shared.v_empty[i], CONSUMERS * WARPGROUP / WARP);
-        }
-        barrier_init(&shared.q_full, 1);
-        barrier_init(&shared.q_empty, CONSUMERS * WARPGROUP / WARP);
-        fence_barrier_init();
-    }
+    if (threadIdx.x == 0) init_barriers(shared);
     __syncthreads();
     wait_for_previous_kernel();
     let_next_kernel_start();
     if (threadIdx.x < WARPGROUP) {
-        set_registers<40>(false);
-        const Pool pool{pool_bytes, block_tables, max_blocks, block_size, planes, first_plane, num_kv_heads};
-        if (threadIdx.x < WARP) produce(shared, pool, map, q, query_starts, context_lens, num_sequences, num_heads, tickets[ticket]);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+        const Pool pool{pool_bytes, &map, block_tables, max_blocks, block_shift, planes, first_plane, num_kv_heads};
+        if (threadIdx.x < LOADERS * WARP) load(shared, pool, q, query_starts, context_lens, num_sequences, num_heads, tickets[ticket]);
     } else {
-        set_registers<232>(true);
-        consume(shared, out, num_heads, scale);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        compute(shared, out, num_heads, scale);
     }
 }
