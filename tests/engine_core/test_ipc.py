@@ -1,0 +1,159 @@
+"""The socket thread: what updates become on the wire, and to whom they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from coldblock.engine_core.commands import Add, Cancel, Command
+from coldblock.engine_core.control.plan import SampledToken
+from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
+from coldblock.engine_core.ipc import IpcPort
+from coldblock.protocol.codec import decode_from_engine, encode, pack_tokens, unpack_tokens
+from coldblock.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Hello,
+    Refused,
+    SamplingParams,
+    Submit,
+    SwapEvent,
+    Tokens,
+    Welcome,
+)
+from fake_engine import MODEL
+
+WAIT_MS = 10_000
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[IpcPort]:
+    port = IpcPort(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/v", peer_timeout_s=60.0)
+    welcome = Welcome(PROTOCOL_VERSION, "id", MODEL, f"ipc://{tmp_path}/v", 60.0)
+    port.start(welcome, lambda scheduler, peers: pytest.fail("nobody asked"), lambda: 0.0)
+    yield port
+    port.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+class Peer:
+    """A raw peer, and the engine-wide ids of its requests."""
+
+    def __init__(self, port: IpcPort, context: zmq.Context[Any], endpoint: str) -> None:
+        self._port = port
+        self.dealer = context.socket(zmq.DEALER)
+        self.dealer.connect(endpoint)
+        self.hello()
+
+    def hello(self) -> None:
+        self.dealer.send(encode(Hello(PROTOCOL_VERSION, "peer")))
+        assert isinstance(self.receive(), Welcome)
+
+    def submit(self, own_id: str) -> str:
+        self.dealer.send(encode(Submit(own_id, pack_tokens([1, 2]), SamplingParams())))
+        (command,) = commands(self._port, 1)
+        assert isinstance(command, Add)
+        return command.request_id
+
+    def receive(self) -> Any:
+        assert self.dealer.poll(WAIT_MS), "the engine is silent"
+        return decode_from_engine(self.dealer.recv())
+
+    def outputs(self) -> list[tuple[str, list[int], str | None]]:
+        """The next `Tokens`, as (request, tokens, reason)."""
+        message = self.receive()
+        assert isinstance(message, Tokens)
+        return [(o.request_id, unpack_tokens(o.tokens), o.finished and o.finished.reason) for o in message.outputs]
+
+
+@pytest.fixture
+def peer(port: IpcPort, context: zmq.Context[Any], tmp_path: Path) -> Peer:
+    return Peer(port, context, f"ipc://{tmp_path}/e")
+
+
+def commands(port: IpcPort, count: int) -> list[Command]:
+    taken: list[Command] = []
+    while len(taken) < count:
+        more = port.take(10.0)
+        assert more, f"only {taken} came"
+        taken += more
+    return taken
+
+
+def token(request_id: str, token_id: int, **logprobs: Any) -> TokenUpdate:
+    return TokenUpdate(request_id, SampledToken(token_id, **logprobs))
+
+
+def end(request_id: str) -> FinishedUpdate:
+    return FinishedUpdate(request_id, "length", None, None, 2, 1, 0, 0, 0.0, 0.0, 0.0, 0.0)
+
+
+def swap(request_id: str) -> SwapUpdate:
+    return SwapUpdate(request_id, "swapping_out", "growth", 1, 1000, 0.0, 3, 1000)
+
+
+def test_a_step_is_one_message_a_peer_and_an_end_travels_with_its_token(port: IpcPort, peer: Peer) -> None:
+    a, b = peer.submit("a"), peer.submit("b/with/slashes")
+    port.updates([token(a, 70000), token(b, 8), end(a), token(b, 9)])
+    assert peer.outputs() == [("a", [70000], "length"), ("b/with/slashes", [8, 9], None)]
+
+
+def test_logprobs_travel_with_their_tokens(port: IpcPort, peer: Peer) -> None:
+    a = peer.submit("a")
+    port.updates([token(a, 5, logprob=-0.5, top=((5, -0.5), (6, -1.0))), token(a, 6, logprob=-1.5), end(a)])
+    (output,) = peer.receive().outputs
+    assert [(one.logprob, one.top) for one in output.logprobs] == [(-0.5, ((5, -0.5), (6, -1.0))), (-1.5, ())]
+
+
+def test_a_swap_event_keeps_its_place_between_the_tokens(port: IpcPort, peer: Peer) -> None:
+    a, b = peer.submit("a"), peer.submit("b")
+    port.updates([token(a, 1), token(b, 2), swap(a), token(a, 3)])
+    assert peer.outputs() == [("a", [1], None), ("b", [2], None)]
+    event = peer.receive()
+    assert isinstance(event, SwapEvent) and event.request_id == "a"
+    assert peer.outputs() == [("a", [3], None)]
+
+
+def test_a_refused_and_a_finished_id_may_be_used_again(port: IpcPort, peer: Peer) -> None:
+    port.refuse(peer.submit("a"), "prompt", "too long", "less")
+    assert peer.receive() == Refused("a", "prompt", "too long", "less")
+    again = peer.submit("a")
+    port.updates([token(again, 1), end(again)])
+    assert peer.outputs() == [("a", [1], "length")]
+    peer.submit("a")
+
+
+def test_what_an_earlier_session_left_is_told_to_nobody(port: IpcPort, peer: Peer) -> None:
+    old = peer.submit("a")
+    peer.hello()
+    assert commands(port, 1) == [Cancel(old)]
+    new = peer.submit("a")
+    port.updates([token(old, 1), end(old), token(new, 2)])
+    assert peer.outputs() == [("a", [2], None)]
+
+
+def test_only_open_requests_are_aborted(port: IpcPort, peer: Peer) -> None:
+    a, b = peer.submit("a"), peer.submit("b")
+    port.updates([end(a)])
+    assert peer.outputs() == [("a", [], "length")]
+    peer.dealer.send(encode(Abort(("a", "b", "never seen"))))
+    assert commands(port, 1) == [Cancel(b)]
+
+
+def test_no_update_waits_for_the_next_one(port: IpcPort, peer: Peer) -> None:
+    """One wake stands for many updates, but never for one that is put out after it was taken."""
+    a = peer.submit("a")
+    for _ in range(200):
+        burst: list[list[Update]] = [[token(a, 1)], [token(a, 2)], [token(a, 3)]]
+        for updates in burst:
+            port.updates(updates)
+        assert [peer.outputs()[0][1] for _ in burst] == [[1], [2], [3]]
