@@ -9,14 +9,12 @@ not used for longest is given away when a new request needs one.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import ne
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ..control.plan import Chunk
 
 IntArray = NDArray[np.int32]
 
@@ -42,20 +40,20 @@ class BlockTables:
 
     def __init__(self, num_rows: int, width: int) -> None:
         self.width = width
-        self._free = list(range(num_rows - 1, -1, -1))
-        self._rows: OrderedDict[str, int] = OrderedDict()  # the least recently used first
+        self._rows: dict[str, int] = {}
+        self._owners = [""] * num_rows
+        self._used_in = np.zeros(num_rows, np.int64)  # the step, counted from 1
         self._held: list[array[int]] = [array("i")] * num_rows
+        self._steps = 0
 
-    def update(self, chunks: Sequence[Chunk]) -> TableChanges:
-        """Rows for the chunks of one step, and what must be written into them before it runs."""
-        rows, held = self._find(chunks), self._held
-        first, values = [], array("i")
-        lengths = []
-        for row, chunk in zip(rows, chunks, strict=True):
-            old, new = held[row], chunk.block_table
-            if new == old:
-                continue
-            kept = len(old) if new[: len(old)] == old else 0
+    def update(self, request_ids: Sequence[str], block_tables: Sequence[array[int]]) -> TableChanges:
+        """Rows for the requests of one step, and what must be written into them before it runs."""
+        rows, held = self._find(request_ids), self._held
+        first, lengths, values = [], [], array("i")
+        differs = map(ne, map(held.__getitem__, rows), block_tables)
+        for i in np.flatnonzero(np.fromiter(differs, np.bool_, len(rows))).tolist():
+            row, new = rows[i], block_tables[i]
+            kept = len(held[row]) if new[: len(held[row])] == held[row] else 0
             first.append(row * self.width + kept)
             lengths.append(len(new) - kept)
             values.extend(new[kept:])
@@ -70,16 +68,19 @@ class BlockTables:
         """Take nothing for written any more."""
         self._held = [array("i")] * len(self._held)
 
-    def _find(self, chunks: Sequence[Chunk]) -> list[int]:
+    def _find(self, request_ids: Sequence[str]) -> list[int]:
         """Each request's row. The known ones are marked as used before any row is given away."""
-        known = self._rows
-        for chunk in chunks:
-            if chunk.request_id in known:
-                known.move_to_end(chunk.request_id)
-        return [known[chunk.request_id] if chunk.request_id in known else self._give(chunk) for chunk in chunks]
+        self._steps += 1
+        found = list(map(self._rows.get, request_ids))
+        rows = [row for row in found if row is not None]
+        self._used_in[rows] = self._steps
+        if len(rows) == len(found):
+            return rows
+        return [self._give(name) if row is None else row for name, row in zip(request_ids, found, strict=True)]
 
-    def _give(self, chunk: Chunk) -> int:
-        row = self._free.pop() if self._free else self._rows.popitem(last=False)[1]
-        self._rows[chunk.request_id] = row
-        self._held[row] = array("i")
+    def _give(self, request_id: str) -> int:
+        row = int(self._used_in.argmin())
+        self._rows.pop(self._owners[row], None)
+        self._rows[request_id], self._owners[row] = row, request_id
+        self._used_in[row], self._held[row] = self._steps, array("i")
         return row

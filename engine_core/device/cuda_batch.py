@@ -47,24 +47,29 @@ class TokenArrays:
 
 def token_arrays(chunks: Sequence[Chunk], rows: IntArray, sampled_before: Mapping[str, int]) -> TokenArrays:
     """`rows` [chunks]: each chunk's block table. `sampled_before`: where the step before left a request's token."""
-    ids, counts = array("i"), []
-    for chunk in chunks:
-        ids.extend(chunk.token_ids or _ONE_PLACE)
-        counts.append(len(chunk.token_ids) or 1)
-    source = [sampled_before[chunk.request_id] if chunk.from_previous else NOWHERE for chunk in chunks]
+    request_ids, token_ids, starts, _, _, from_previous = zip(*chunks, strict=True)
+    ids = array("i")
+    for given in token_ids:
+        ids.extend(given or _ONE_PLACE)
+    if all(from_previous):
+        source = list(map(sampled_before.__getitem__, request_ids))
+    else:
+        source = [sampled_before[chunk.request_id] if chunk.from_previous else NOWHERE for chunk in chunks]
+    counts = np.fromiter(map(len, token_ids), np.int32, len(chunks))
+    np.maximum(counts, 1, out=counts)
     arrays = TokenArrays(
-        np.array(ids, np.int32),
+        np.frombuffer(ids, np.int32),
         np.array(source, np.int32),
-        np.array([chunk.start for chunk in chunks], np.int32),
+        np.array(starts, np.int32),
         rows,
         np.cumsum(counts, dtype=np.int32) - 1,
     )
-    return arrays if len(ids) == len(chunks) else _spread(arrays, np.array(counts))
+    return arrays if len(ids) == len(chunks) else _spread(arrays, counts)
 
 
-def _spread(arrays: TokenArrays, counts: NDArray[np.int64]) -> TokenArrays:
+def _spread(arrays: TokenArrays, counts: IntArray) -> TokenArrays:
     """What is given for each chunk, for each of its tokens."""
-    within = np.arange(len(arrays.ids), dtype=np.int32) - np.repeat(arrays.ends + 1 - counts, counts).astype(np.int32)
+    within = np.arange(len(arrays.ids), dtype=np.int32) - np.repeat(arrays.ends + 1 - counts, counts)
     return TokenArrays(
         arrays.ids,
         np.repeat(arrays.source, counts),

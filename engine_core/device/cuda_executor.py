@@ -186,7 +186,8 @@ class CudaExecutor:
     def _run(self, chunks: Sequence[Chunk], step: StepTokens) -> None:
         """All passes of a step."""
         try:
-            changes = self._tables.update(chunks)
+            request_ids, _, _, block_tables, _, _ = zip(*chunks, strict=True)
+            changes = self._tables.update(request_ids, block_tables)
             together = self._together(chunks)
             rows = [i for i in range(len(chunks)) if i not in together] if together else range(len(chunks))
             for group, run in ((rows, self._run_rows), (together, self._run_chunks)):
@@ -199,7 +200,7 @@ class CudaExecutor:
 
     def _together(self, chunks: Sequence[Chunk]) -> list[int]:
         """The chunks whose tokens attend together, the longest context first."""
-        several = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1]
+        several = [i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1]
         if not several or self._config.deterministic:
             return []
         reads = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens) for chunk in chunks)
@@ -231,8 +232,9 @@ class CudaExecutor:
 def _picks(chunks: Sequence[Chunk], tables: IntArray, tokens: TokenArrays) -> Picks:
     """The chunks that are sampled, each at its last token."""
     chosen = [i for i, chunk in enumerate(chunks) if chunk.sample is not None]
+    names = [chunks[i].request_id for i in chosen]
     specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
-    return Picks([chunks[i].request_id for i in chosen], specs, tables[chosen].tolist(), tokens.ends[chosen])
+    return Picks(names, specs, tables[chosen].tolist(), tokens.ends[chosen])
 
 
 @contextmanager

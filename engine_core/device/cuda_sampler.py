@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import is_not, ne
 
 import numpy as np
 import torch
@@ -78,7 +80,8 @@ class StepTokens:
         if not self.names:
             return {}, {}
         memory = self.host.numpy()
-        tokens = dict(zip(self.names, map(SampledToken, memory[np.concatenate(self.places)].tolist()), strict=True))
+        sampled = zip(memory[np.concatenate(self.places)].tolist(), repeat(None), repeat(()))
+        tokens = dict(zip(self.names, map(SampledToken._make, sampled), strict=True))
         for group in self.logprobs:
             _add_logprobs(tokens, group)
         finite = memory[np.concatenate(self.finite)]
@@ -109,7 +112,8 @@ class CudaSampler:
         self.memory = torch.zeros(2 * self._size, dtype=torch.int32, device=device)
         self._host = [host_memory.pinned(self._size, torch.int32) for _ in range(_HOST_BUFFERS)]
         self._workspace = sampling.make_workspace(max_rows, vocab_size, device)
-        self._known: list[tuple[Sampling, int] | None] = [None] * tables
+        self._asked: list[Sampling | None] = [None] * tables
+        self._seeds = [0] * tables
         self._parameters = np.zeros(tables, sampling.PARAMETERS)
         self._steps = 0
 
@@ -121,22 +125,22 @@ class CudaSampler:
     def parameters(self, picks: Picks, rows: int) -> NDArray[np.void]:
         """PARAMETERS [rows] of a pass; greedy where no pick is. A request's are made once, but for its output index."""
         parameters = np.zeros(rows, sampling.PARAMETERS)
-        for spec, table in zip(picks.specs, picks.tables, strict=True):
-            known = self._known[table]
-            if known is None or known[0] is not spec.sampling or known[1] != spec.seed:
-                self._learn(table, spec)
-        if picks.names:
-            chosen = self._parameters[picks.tables]
-            chosen["output_index"] = [spec.output_index for spec in picks.specs]
-            parameters[picks.rows] = chosen
+        if not picks.names:
+            return parameters
+        asked, seeds, indices, *_ = zip(*picks.specs, strict=True)
+        known = map(self._asked.__getitem__, picks.tables), map(self._seeds.__getitem__, picks.tables)
+        if any(map(is_not, known[0], asked)) or any(map(ne, known[1], seeds)):
+            for table, one, seed in zip(picks.tables, asked, seeds, strict=True):
+                self._learn(table, one, seed)
+        chosen = self._parameters[picks.tables]
+        chosen["output_index"] = indices
+        parameters[picks.rows] = chosen
         return parameters
 
-    def _learn(self, table: int, spec: SampleSpec) -> None:
-        asked = spec.sampling
-        self._known[table] = (asked, spec.seed)
-        self._parameters[table] = sampling.parameter_row(
-            asked.temperature, spec.seed, 0, asked.top_k, asked.top_p, asked.min_p
-        )
+    def _learn(self, table: int, asked: Sampling, seed: int) -> None:
+        self._asked[table], self._seeds[table] = asked, seed
+        row = sampling.parameter_row(asked.temperature, seed, 0, asked.top_k, asked.top_p, asked.min_p)
+        self._parameters[table] = row
 
     def sample(self, result: PassLogits, picks: Picks, step: StepTokens) -> None:
         """Sample all rows of a pass's logits; remember those of the picks. Changes the logits of penalized rows."""
@@ -178,11 +182,13 @@ class _Penalties:
         self._vocab_size = vocab_size
         self._entries: list[tuple[int, int, int]] = []
         self._factors: dict[int, tuple[float, float, float]] = {}
-        for spec, row in zip(picks.specs, picks.rows.tolist(), strict=True):
-            if spec.history is not None or spec.banned:
-                asked = spec.sampling
-                self._entries += [(row, token, count) for token, count in _counts(spec, vocab_size).items()]
-                self._factors[row] = (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
+        _, _, _, _, histories, bans = zip(*picks.specs, strict=True)
+        changed = [i for i, (history, banned) in enumerate(zip(histories, bans, strict=True)) if banned or history]
+        for i in changed:
+            spec, row = picks.specs[i], int(picks.rows[i])
+            asked = spec.sampling
+            self._entries += [(row, token, count) for token, count in _counts(spec, vocab_size).items()]
+            self._factors[row] = (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
 
     def apply(self, logits: Tensor) -> None:
         """Penalize in place."""

@@ -69,7 +69,7 @@ class Tables:
         self.written = 0
 
     def step(self, chunks: list[Chunk]) -> list[int]:
-        changes = self.tables.update(chunks)
+        changes = self.tables.update([c.request_id for c in chunks], [c.block_table for c in chunks])
         self.flat[changes.places] = changes.values
         self.written += len(changes.places)
         for row, one in zip(changes.rows, chunks, strict=True):
