@@ -214,9 +214,8 @@ class Scheduler:
 
     def _growth_victim(self) -> Request | None:
         """Anybody but the eldest running request, so that one always gets on."""
-        staying = [request for request in self._running.values() if not request.ends_in_flight]
-        eldest = min(staying, key=lambda request: request.arrival)
-        candidates = [request for request in staying if request is not eldest]
+        eldest = min(self._running.values(), key=lambda request: request.arrival)
+        candidates = [request for request in self._running.values() if request is not eldest]
         unspent = [request for request in candidates if request.growth_swaps < MAX_GROWTH_SWAPS]
         return self._victims.choose(unspent or candidates) if candidates else None
 

@@ -55,6 +55,15 @@ def test_a_step_without_tokens_to_spare_admits_nobody() -> None:
     harness.run()
 
 
+def test_who_takes_part_in_a_step_is_active() -> None:
+    harness = Harness(prefill_chunk_tokens=8, max_num_batched_tokens=8)
+    harness.add("a", range(30), 1)
+    harness.step()
+    harness.step()
+    assert harness.request("a").last_active_time == harness.clock.now
+    harness.run()
+
+
 def test_max_num_seqs_bounds_the_running_requests() -> None:
     harness = Harness(max_num_seqs=3)
     for index in range(8):

@@ -171,6 +171,40 @@ def test_nobody_gives_way_to_a_newcomer_whose_room_is_about_to_be_free() -> None
     assert harness.swaps == []
 
 
+def test_who_ends_anyway_does_not_give_way_and_no_more_do_than_lack_beside_it() -> None:
+    harness = ahead(num_gpu_blocks=8)
+    harness.add("first", range(20), 40)
+    harness.add("second", range(100, 120), 40)
+    harness.add("ends", range(200, 240), 6)
+    harness.run_until(lambda: harness.request("ends").ends_in_flight)
+    harness.add("newcomer", range(300, 365), 4)
+    harness.step()
+    assert harness.phases("swapping_out") == ["second"]
+    harness.run()
+    assert harness.finished["ends"].swaps == 0
+
+
+def test_nobody_needs_room_behind_its_last_token() -> None:
+    harness = ahead(num_gpu_blocks=3)
+    harness.add("ends", range(10), 22)
+    request = harness.request("ends")
+    harness.run_until(lambda: request.ends_in_flight)
+    assert (request.num_tokens, len(request.block_table)) == (32, 2)
+    harness.add("newcomer", range(100, 105), 4)
+    harness.begin()
+    assert harness.state("newcomer") is not State.WAITING
+    harness.complete()
+    harness.run()
+
+    harness = ahead()
+    harness.add("ends", range(10), 23)
+    request, most = harness.request("ends"), 0
+    while harness.scheduler.has_work():
+        harness.step()
+        most = max(most, len(request.block_table))
+    assert most == 2, "33 tokens, and the last one's KV is never computed"
+
+
 @pytest.mark.parametrize("leaves", ["stays", "recomputed"])
 def test_what_a_request_that_fails_in_flight_computed_is_found_by_nobody(leaves: str) -> None:
     """Case 11: also when the request has left its blocks to the cache before it is known to have failed."""
