@@ -1,0 +1,132 @@
+"""What becomes of a checkpoint's tensors for the GPU, and the forward pass with emulated kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from coldblock.engine_core.models import cuda_linears
+from coldblock.engine_core.models.cuda_decoder import CudaDecoder, TokenInputs, Workspace, load_cuda_decoder
+from coldblock.engine_core.models.cuda_linears import CudaBuilder, DenseCudaLinear, Scratch, W4CudaLinear
+from coldblock.engine_core.models.registry import read_model_config
+from coldblock.engine_core.models.w4a16 import W4Weight
+from coldblock.engine_core.models.weights import Checkpoint, DummyCheckpoint
+from coldblock.kernels import w4
+from coldblock.kernels.pages import KVPages
+from cuda_on_cpu import attend, emulate
+from tiny_models import quantize, save_tiny
+from torch import Tensor
+
+FITTING: dict[str, Any] = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 192}
+TOKENS = [(i * 37) % 320 for i in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def emulated() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch)
+        yield
+
+
+def load(path: Path, dtype: torch.dtype = torch.float16) -> CudaDecoder:
+    return load_cuda_decoder(read_model_config(path), Checkpoint(path), dtype, 64)
+
+
+@torch.inference_mode()
+def logits(decoder: CudaDecoder) -> Tensor:
+    """fp32 [T, V] of TOKENS, attended without a pool."""
+    config, count = decoder.config, len(TOKENS)
+    workspace = Workspace(config, decoder.dtype, 32, 32, decoder.scratch_elements, "cpu")
+    pages = KVPages(torch.zeros(2, 4 * 2 * 2 * 16 * 64 * 2, dtype=torch.uint8), "fp16", 16, 4, 2, 64)
+    span, zeros = torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
+    ids = torch.tensor(TOKENS, dtype=torch.int32)
+    inputs = TokenInputs(ids, zeros - 1, span, zeros, zeros[:1], torch.tensor([[0, 1]], dtype=torch.int32))
+
+    def attend_pool(layer: int, q: Tensor, out: Tensor) -> None:
+        planes = pages.pool.view(torch.float16).view(2, 4, 2, 2, 16, 64)[:, layer]
+        keys, values = planes.permute(1, 2, 0, 3, 4).reshape(2, 2, 32, 64)[:, :, :count].float()
+        out.copy_(attend(q, keys, values, 0))
+
+    run = decoder.forward(inputs, pages, attend_pool, workspace)
+    return decoder.logits(run, span, workspace)[:, : config.vocab_size].clone()
+
+
+@pytest.mark.parametrize("group_size", [None, 32, 64])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("qwen2", {}), ("llama", {"attention_bias": True, "mlp_bias": True}), ("llama", {"tie_word_embeddings": True})],
+)
+def test_logits_equal_transformers(tmp_path: Path, kind: str, changes: dict[str, Any], group_size: int | None) -> None:
+    model = save_tiny(tmp_path, kind, num_hidden_layers=4, **FITTING, **changes)
+    if group_size is not None:
+        model.load_state_dict(quantize(tmp_path, group_size), strict=False)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits(load(tmp_path)), wanted, atol=0.03, rtol=0.02)
+
+
+def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
+    tied, untied = tmp_path / "tied", tmp_path / "untied"
+    save_tiny(tied, tie_word_embeddings=True, **FITTING)
+    save_tiny(untied, **FITTING)
+    decoder = load(tied)
+    assert decoder._head._weight.data_ptr() == decoder._embedding.data_ptr()  # type: ignore[attr-defined]
+    assert load(untied).nbytes - decoder.nbytes == 320 * 128 * 2
+
+
+def test_four_bit_matrices_stay_packed_unless_their_groups_are_odd(tmp_path: Path) -> None:
+    save_tiny(tmp_path, **FITTING)
+    for group_size, kind in ((32, W4CudaLinear), (16, DenseCudaLinear)):
+        save_tiny(tmp_path, **FITTING)
+        quantize(tmp_path, group_size)
+        decoder = load(tmp_path, torch.bfloat16)
+        assert {type(linear) for linear in decoder._linears()} == {kind}
+        assert decoder._embedding.dtype is torch.bfloat16
+        assert isinstance(decoder._head, DenseCudaLinear)
+
+
+def packed(rows: int, columns: int, group: int = 32) -> tuple[W4Weight, W4CudaLinear]:
+    generator = torch.Generator().manual_seed(rows)
+    qweight = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(rows, columns // group, generator=generator).half() / 16
+    weight = W4Weight(qweight, scales, -8 * scales)
+    linear = CudaBuilder(torch.float16).linear(weight, None)
+    assert isinstance(linear, W4CudaLinear)
+    return weight, linear
+
+
+@pytest.mark.parametrize("rows", [cuda_linears.W4_MOST_ROWS, cuda_linears.W4_MOST_ROWS + 1])
+def test_few_and_many_rows_give_the_same(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Many rows multiply slices of the dequantized matrix; the last slice is smaller."""
+    monkeypatch.setattr(cuda_linears, "_SLICE_ELEMENTS", 128 * 96)
+    weight, linear = packed(320, 96)
+    assert linear.scratch_elements == 128 * 96
+    scratch = Scratch(torch.empty(linear.scratch_elements).half(), torch.empty(rows * 320).half())
+    x, out, gated = torch.randn(rows, 96).half(), torch.empty(rows, 320).half(), torch.empty(rows, 160).half()
+    linear(x, out, scratch)
+    wanted = x.float() @ weight.dequantize().t()
+    torch.testing.assert_close(out.float(), wanted, atol=0.02, rtol=0.01)
+    linear.gated(x, gated, scratch)
+    gate, up = wanted.view(rows, 20, 2, 8).unbind(2)
+    torch.testing.assert_close(gated.float(), (torch.nn.functional.silu(gate) * up).flatten(1), atol=0.05, rtol=0.02)
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    _, linear = packed(128, 64)
+    assert linear.nbytes == 128 * 64 // 2 + 128 * 2 * 4
+    assert w4.PADDING == 64
+
+
+def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2", num_hidden_layers=4, **FITTING)
+    quantize(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config = read_model_config(tmp_path)
+    first, again, other = (
+        logits(load_cuda_decoder(config, DummyCheckpoint(config, seed), torch.float16, 64)) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert first.isfinite().all() and 0.1 < first.std() < 20
