@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from coldblock.engine_core.kv_layout import KVShape
 from coldblock.engine_core.models.layers import pair_order
 from coldblock.kernels import fused, reference
 from coldblock.kernels.errors import KernelArgumentError
+from coldblock.kernels.loader import Variant
 from coldblock.kernels.pages import KVPages
 from torch import Tensor
 
@@ -69,6 +71,32 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         fused.rope_and_write(
             half(2, 128), None, single(1), single(1), single(1), single(1), pages, 0, 4, half(2, 4, 64)
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_wrappers_ask_for_variants_that_they_declare(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Variant] = []
+
+    class Recorded:
+        def launch(self, *_: object) -> None: ...
+
+    def record(source: str, **macros: int) -> Recorded:
+        asked.append(Variant(source, macros))
+        return Recorded()
+
+    monkeypatch.setattr(fused, "load", record)
+    monkeypatch.setattr(fused, "check_tensor", lambda *_, **__: None)
+    x, single = torch.zeros(2, 16, dtype=dtype), torch.zeros(2, 16)
+    ids = torch.zeros(2, dtype=torch.int32)
+    fused.embed(ids, ids, ids, x, single)
+    fused.rms_norm(single, single[0], EPS, x)
+    fused.rms_norm_rows(single, single[0], EPS, ids, x)
+    fused.silu_multiply(x, x)
+    for kv_format, head_dim in itertools.product(FORMATS, (64, 96, 128, 256)):
+        pages = Written(kv_format, head_dim, 3, device="cpu").pages
+        fused.rope_and_write(x, None, single, ids, ids, single, pages, 0, 4, x)
+    assert len(asked) == 24
+    assert all(variant in fused.VARIANTS for variant in asked)
 
 
 @gpu
@@ -134,11 +162,13 @@ def test_silu_multiply(tokens: int, width: int, dtype: torch.dtype) -> None:
 class Written:
     """A pool on both sides, with equal rubbish in it, and tokens spread over its blocks."""
 
-    def __init__(self, kv_format: str, head_dim: int, tokens: int, kv_heads: int = 2, block_size: int = 16) -> None:
+    def __init__(
+        self, kv_format: str, head_dim: int, tokens: int, kv_heads: int = 2, block_size: int = 16, device: str = "cuda"
+    ) -> None:
         self.shape, blocks = KVShape(3, kv_heads, head_dim), 9
         self.pool = KVPool(self.shape, block_size, kv_format, blocks, 0)  # type: ignore[arg-type]
         self.pool.gpu.random_(0, 256)
-        self.pages = KVPages(self.pool.gpu.cuda(), kv_format, block_size, 3, kv_heads, head_dim)  # type: ignore[arg-type]
+        self.pages = KVPages(self.pool.gpu.to(device, copy=True), kv_format, block_size, 3, kv_heads, head_dim)  # type: ignore[arg-type]
         self.tables = torch.stack([torch.randperm(blocks)[:4], torch.randperm(blocks)[:4]])
         places = torch.randperm(2 * 4 * block_size)[:tokens]
         self.sequences, self.positions = places // (4 * block_size), places % (4 * block_size)
