@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
+from coldblock.engine_core import ipc
 from coldblock.engine_core.commands import Add, Cancel, Command
 from coldblock.engine_core.control.plan import SampledToken
 from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
@@ -149,11 +150,20 @@ def test_only_open_requests_are_aborted(port: IpcPort, peer: Peer) -> None:
     assert commands(port, 1) == [Cancel(b)]
 
 
-def test_no_update_waits_for_the_next_one(port: IpcPort, peer: Peer) -> None:
-    """One wake stands for many updates, but never for one that is put out after it was taken."""
+def test_an_update_put_out_during_a_delivery_does_not_wait_for_the_next_one(
+    port: IpcPort, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One wake stands for many updates, but never for one that comes after its delivery began."""
+    monkeypatch.setattr(ipc, "POLL_MS", 100 * WAIT_MS)
     a = peer.submit("a")
-    for _ in range(200):
-        burst: list[list[Update]] = [[token(a, 1)], [token(a, 2)], [token(a, 3)]]
-        for updates in burst:
-            port.updates(updates)
-        assert [peer.outputs()[0][1] for _ in burst] == [[1], [2], [3]]
+    late: list[list[Update]] = [[token(a, 2)], [token(a, 3)]]
+    deliver = port._deliver_all
+
+    def deliver_and_be_overtaken() -> None:
+        deliver()
+        if late:
+            port.updates(late.pop(0))
+
+    monkeypatch.setattr(port, "_deliver_all", deliver_and_be_overtaken)
+    port.updates([token(a, 1)])
+    assert [peer.outputs()[0][1] for _ in range(3)] == [[1], [2], [3]]

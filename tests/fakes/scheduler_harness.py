@@ -113,6 +113,7 @@ class Harness:
         """The second half: complete and apply the oldest step in flight."""
         self.scheduler.apply(self.executor.complete_step())
         self.in_flight -= 1
+        self.collect(self.scheduler.drain())
         check_invariants(self.scheduler)
 
     def run(self, max_steps: int = 5000) -> None:

@@ -198,11 +198,12 @@ def test_nobody_needs_room_behind_its_last_token() -> None:
 
     harness = ahead()
     harness.add("ends", range(10), 23)
-    request, most = harness.request("ends"), 0
-    while harness.scheduler.has_work():
-        harness.step()
-        most = max(most, len(request.block_table))
-    assert most == 2, "33 tokens, and the last one's KV is never computed"
+    request = harness.request("ends")
+    harness.run_until(lambda: request.ends_in_flight)
+    harness.begin()
+    assert (request.num_tokens, len(request.block_table)) == (33, 2), "the last token's KV is never computed"
+    harness.complete()
+    harness.run()
 
 
 @pytest.mark.parametrize("leaves", ["stays", "recomputed"])
