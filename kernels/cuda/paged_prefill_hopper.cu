@@ -161,6 +161,11 @@ __device__ __forceinline__ void publish(Shared &shared, const Item &item, const 
     }
 }
 
+__device__ __forceinline__ void sync_loaders() {
+    if (LOADERS == 1) __syncwarp();
+    else asm volatile("bar.sync 3, %0;" ::"n"(LOADERS * WARP) : "memory");
+}
+
 // Each lane of a warp knows about one page of a tile.
 __device__ __forceinline__ int own_page() { return threadIdx.x % PAGES; }
 
@@ -249,18 +254,10 @@ struct Loader {
     }
 
     template <Kind KIND> __device__ __forceinline__ void fill(int count, uint8 *tile, Barrier *full, int first_key, int context) {
-        constexpr int PIECE = 16;
-        const Stored &stored = shared.stored[KIND];
+        Stored &stored = shared.stored[KIND];
         barrier_wait(&shared.stored_full[KIND], count & 1);
-#pragma unroll 2
-        for (int i = threadIdx.x; i < KEYS * HEAD_DIM / PIECE; i += WARPGROUP) {
-            const int row = i * PIECE / HEAD_DIM, column = i * PIECE % HEAD_DIM;
-            // Behind the end of the context lies anything, and 0 times that need not be 0.
-            const bool exists = first_key + row < context;
-            const uint4 piece = exists ? *reinterpret_cast<const uint4 *>(stored.elements + i * PIECE) : uint4{};
-            const __half scale = KV_SCALED && exists ? stored.scales[row] : __half{};
-            store(tile + column / 64 * HALF_BYTES, row, column % 64, piece, scale);
-        }
+        if (first_key + KEYS > context) clear(stored, context - first_key);
+        convert(tile, stored);
         fence_async_proxy();
         __syncwarp();
         if (threadIdx.x % WARP == 0) {
@@ -269,34 +266,65 @@ struct Loader {
         }
     }
 
-    // 16 elements as two chunks. With two halves to a row, lanes 4..7 of 8 begin with the second: they meet other banks.
-    __device__ __forceinline__ void store(uint8 *half, int row, int column, uint4 piece, __half scale) {
-        const bool swap = HALVES == 2 && threadIdx.x & 4;
+    // Behind the end of the context lies anything, and 0 times that need not be 0.
+    static __device__ __forceinline__ void clear(Stored &stored, int first) {
+#pragma unroll 1
+        for (int i = first * HEAD_DIM / 16 + threadIdx.x; i < KEYS * HEAD_DIM / 16; i += WARPGROUP) {
+            reinterpret_cast<uint4 *>(stored.elements)[i] = uint4{};
+        }
+        if (first + threadIdx.x < KEYS) stored.scales[first + threadIdx.x] = __half{};
+        sync_loaders();
+    }
+
+    // A thread takes 16 elements of every ROWS-th row. Lanes that access shared memory together, 8, take 4 pieces each of
+    // two neighbouring rows, in the two halves if there are two: they meet all banks, reading and writing.
+    static __device__ __forceinline__ void convert(uint8 *tile, const Stored &stored) {
+        constexpr int PIECE = 16, ROWS = WARPGROUP * PIECE / HEAD_DIM, BATCH = 2;
+        const int lane = threadIdx.x % WARP, half = HALVES == 2 ? (lane / 4 ^ lane / 8) & 1 : 0;
+        const int row = threadIdx.x / WARP * (ROWS / LOADERS) + (HALVES == 2 ? lane / 16 * 2 + lane / 4 % 2 : lane / 4);
+        const uint8 *from = stored.elements + row * HEAD_DIM + half * 64 + lane % 4 * PIECE;
+        uint8 *to[2];
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const bool second = swap != (j == 1);
-            uint32 low[PAIRS_PER_WORD], high[PAIRS_PER_WORD];
-            to_pairs(second ? piece.z : piece.x, low);
-            to_pairs(second ? piece.w : piece.y, high);
-            const uint4 chunk{activations(low[0], scale), activations(low[1], scale), activations(high[0], scale),
-                              activations(high[1], scale)};
-            *reinterpret_cast<uint4 *>(half + swizzled_128(row, column * 2 + second * 16)) = chunk;
+        for (int j = 0; j < 2; j++) to[j] = tile + half * HALF_BYTES + swizzled_128(row, lane % 4 * 32 + j * 16);
+#pragma unroll
+        for (int first = 0; first < KEYS; first += BATCH * ROWS) {
+            uint4 pieces[BATCH];
+            __half scales[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                pieces[i] = *reinterpret_cast<const uint4 *>(from + (first + i * ROWS) * HEAD_DIM);
+                if (KV_SCALED) scales[i] = stored.scales[row + first + i * ROWS];
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const uint4 &piece = pieces[i];
+                const int offset = (first + i * ROWS) * ROW_BYTES;
+                *reinterpret_cast<uint4 *>(to[0] + offset) = eight_activations(piece.x, piece.y, scales[i]);
+                *reinterpret_cast<uint4 *>(to[1] + offset) = eight_activations(piece.z, piece.w, scales[i]);
+            }
         }
     }
 
-    // A pair of halves, scaled; fp16 saturates.
+    static __device__ __forceinline__ uint4 eight_activations(uint32 low_word, uint32 high_word, __half scale) {
+        uint32 low[PAIRS_PER_WORD], high[PAIRS_PER_WORD];
+        to_pairs(low_word, low);
+        to_pairs(high_word, high);
+        return {activations(low[0], scale), activations(low[1], scale), activations(high[0], scale), activations(high[1], scale)};
+    }
+
+    // Of a pair of halves, scaled.
     static __device__ __forceinline__ uint32 activations(uint32 pair, __half scale) {
-        __half2 halves = reinterpret_cast<const __half2 &>(pair);
+        const __half2 halves = reinterpret_cast<const __half2 &>(pair);
 #if ACTIVATION_BF16
         float2 values = __half22float2(halves);
         if (KV_SCALED) values = make_float2(values.x * __half2float(scale), values.y * __half2float(scale));
         const __nv_bfloat162 result = __floats2bfloat162_rn(values.x, values.y);
-        return reinterpret_cast<const uint32 &>(result);
 #else
-        const __half2 largest = __half2half2(__ushort_as_half(0x7bff));
-        if (KV_SCALED) halves = __hmax2_nan(__hmin2_nan(__hmul2(halves, __half2half2(scale)), largest), __hneg2(largest));
-        return reinterpret_cast<const uint32 &>(halves);
+        // The largest scale would take 127 beyond fp16.
+        const __half largest = __ushort_as_half(0x6007);  // 515.5
+        const __half2 result = KV_SCALED ? __hmul2(halves, __half2half2(__hmin_nan(scale, largest))) : halves;
 #endif
+        return reinterpret_cast<const uint32 &>(result);
     }
 };
 
@@ -331,8 +359,7 @@ __device__ __forceinline__ int load_item(Loader &loader, const Item &item, int k
 // The number of the block's next item, the same for all loading threads: items go to whoever is free.
 __device__ __forceinline__ int take_number(Shared &shared, Ticket &ticket, int turn) {
     if (threadIdx.x == 0) shared.next_number[turn] = gridDim.x + atomicAdd(&ticket.next, 1);
-    if (LOADERS == 1) __syncwarp();
-    else asm volatile("bar.sync 3, %0;" ::"n"(LOADERS * WARP) : "memory");
+    sync_loaders();
     return shared.next_number[turn];
 }
 
