@@ -80,7 +80,7 @@ class CudaRunner:
     ) -> None:
         self._decoder, self._workspace, self._memory = decoder, workspace, memory
         self._pages, self._previous = pages, previous
-        self._hopper = prefill_attention_hopper.supports(pages, decoder.config.num_heads)
+        self._hopper = prefill_attention_hopper.supports(pages, decoder.config.num_heads, decoder.dtype)
         self._graphs = DecodeGraphs(self._launch_rows)
 
     def warm_up(self, most_rows: int) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Callable
+from inspect import Parameter, isfunction, signature
 from typing import Any
 
 import pytest
@@ -41,11 +43,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         (fused, "rope_and_write", rope_and_write),
         (fused, "silu_multiply", silu_multiply),
         (w4, "w4_linear", w4_linear),
-        (w4, "w4_dequantize", lambda matrix, out: out.copy_(w4.unpack_w4(matrix))),
-        (w4_wide, "supports", lambda *_: False),
+        (w4, "w4_dequantize", w4_dequantize),
+        (w4_wide, "supports", lambda matrix, m: False),
         (decode_attention, "paged_decode", paged_decode),
         (prefill_attention, "paged_prefill", paged_prefill),
-        (prefill_attention_hopper, "supports", lambda *_: False),
+        (prefill_attention_hopper, "supports", lambda pages, num_heads, dtype: False),
         (DecodeSplits, "allocate", decode_splits),
         (sampling, "sample", sample),
         (sampling, "penalize", penalize),
@@ -61,7 +63,16 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.cuda, "mem_get_info", lambda: (FREE, 2 * FREE)),
         (torch.cuda, "get_per_process_memory_fraction", lambda: 1.0),
     ):
+        if isfunction(getattr(module, name)) and module.__name__.startswith("coldblock.kernels"):
+            _check_signature(getattr(module, name), replacement)
         monkeypatch.setattr(module, name, replacement)
+
+
+def _check_signature(real: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Whoever calls the replacement rightly calls the kernel rightly; the kernel may have further options."""
+    wanted, given = list(signature(real).parameters.values()), list(signature(replacement).parameters)
+    assert [p.name for p in wanted][: len(given)] == given, f"{real.__name__}{signature(real)}"
+    assert all(p.default is not Parameter.empty for p in wanted[len(given) :]), f"{real.__name__}{signature(real)}"
 
 
 class Nothing:
@@ -114,6 +125,10 @@ def w4_linear(x: Tensor, matrix: w4.W4Matrix, out: Tensor, *, bias: Tensor | Non
     y = x.float() @ w4.unpack_w4(matrix).t()
     y = y if bias is None else y + bias.float()
     out.copy_(fused.silu_multiply_reference(y) if silu else y)
+
+
+def w4_dequantize(matrix: w4.W4Matrix, out: Tensor) -> None:
+    out.copy_(w4.unpack_w4(matrix))
 
 
 class Planes:
