@@ -9,6 +9,7 @@ why a plan is what it is (`control`).
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -72,6 +73,8 @@ class Engine:
 
     def run(self) -> None:
         """Step until `Shutdown` has been met. What is still open then is aborted, and its owner told."""
+        gc.collect()
+        gc.freeze()  # what was loaded stays: a later collection that looks through it would take as long as many steps
         while not self._stopped():
             self.turned_at = self.clock()
             busy = self.step()

@@ -66,7 +66,8 @@ class Chunk(NamedTuple):
     which also holds what they attend to. `sample` is None for a prefill chunk that is not the prompt's last.
 
     `from_previous`: the chunk's only token is the one that the step just before this one samples for this request, and
-    that step's result has not been applied yet. Then `token_ids` is empty, and the executor feeds the token itself.
+    that step's result has not been applied yet. Then `token_ids` is empty, and the executor feeds the token itself; any
+    valid id will do where that step fails, as this one's result is then dropped.
     """
 
     request_id: str
@@ -112,7 +113,8 @@ class MoveDone:
 class StepResult:
     """What a step produced. `failed` requests (request id -> reason) got no token, e.g. their logits were not finite.
 
-    `moves_done` may include copies that earlier steps began. `seconds` is the step's time in the executor.
+    `moves_done` may include copies that other steps began. `seconds` is the step's time in the executor, less what it
+    waited there for the step before.
     """
 
     step: int
