@@ -1,0 +1,64 @@
+"""Which model and which device the settings mean, and the line that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from coldblock.engine_core import main
+from coldblock.engine_core.config import EngineSettings
+from coldblock.engine_core.kv_layout import KVShape
+from coldblock.engine_core.models.registry import read_model_config
+from coldblock.settings import UsageError, load
+
+MIB = 1 << 20
+
+
+def settings(*argv: str) -> EngineSettings:
+    return load(EngineSettings, list(argv), prog="coldblock engine", summary="Run.")
+
+
+@pytest.fixture(autouse=True)
+def no_fetched_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLDBLOCK_MODELS_DIR", str(tmp_path / "models"))
+
+
+def test_a_shape_serves_dummy_weights_alone() -> None:
+    folder = main.find_checkpoint("qwen2.5-3b", "dummy")
+    config = read_model_config(folder)
+    assert config.kv_shape == KVShape(36, 2, 128)
+    assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (2048, 11008, 151936)
+    assert config.dtype == "fp16" and config.tie_word_embeddings and config.architecture.qkv_bias
+    assert config.quantization is not None and config.quantization.group_size == 128
+    with pytest.raises(UsageError, match=r"'qwen2\.5-3b' .*--load-format dummy, qwen2\.5-3b will do"):
+        main.find_checkpoint("qwen2.5-3b", "auto")
+
+
+def test_a_folder_comes_before_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen2.5-3b").mkdir()
+    (tmp_path / "qwen2.5-3b" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert main.find_checkpoint("qwen2.5-3b", "dummy") == tmp_path / "qwen2.5-3b"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_by_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--device: 'cuda' is not allowed: .*use --device cpu"):
+        main.load_executor(settings("model", "--device", "cuda"), tmp_path)
+
+
+def line(**sizes: Any) -> str:
+    pool = {"kv_format": "fp16", "kv_blocks": 10, "kv_bytes": 5 * MIB, "cpu_tier_blocks": 2, "cpu_tier_bytes": MIB}
+    executor = SimpleNamespace(describe=lambda: {**pool, "weights_bytes": 3 * MIB, **sizes})
+    return main.memory_line(settings("tiny"), executor)  # type: ignore[arg-type]
+
+
+def test_the_line_at_start() -> None:
+    pool = "KV fp16 10 blocks of 16 tokens = 5.0 MiB, CPU tier up to 2 blocks = 1.0 MiB"
+    assert line(threads=2) == f"tiny on the CPU, threads: 2, weights 3.0 MiB, {pool}"
+    gpu = {name: 2 * MIB for name in ("free_bytes", "workspace_bytes", "graphs_bytes", "reserve_bytes")}
+    needs = "free 2.0 MiB, weights 3.0 MiB, workspace 2.0 MiB, graphs 2.0 MiB, reserve 2.0 MiB"
+    assert line(gpu="NVIDIA X", **gpu) == f"tiny on NVIDIA X, {needs}, {pool}"
