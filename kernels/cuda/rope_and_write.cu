@@ -36,15 +36,16 @@ extern "C" __global__ void __launch_bounds__(256) rope_and_write(
     }
     let_next_kernel_start();
     wait_for_previous_kernel();
-    const int position = token < num_tokens ? positions[token] : -1;
-    if (position < 0) return;
+    if (token >= num_tokens) return;
 #pragma unroll
-    for (int i = 0; i < HEADS_PER_THREAD; i++) {
+    for (int i = 0; i < HEADS_PER_THREAD; i++) {  // of padding, too, rather than wait for its position
         const long long head = static_cast<long long>(token) * heads + first + i * stride;
         if (first + i * stride < heads && !idle)
             bits[i] = *reinterpret_cast<const uint4 *>(qkv + head * HEAD_DIM + column);
     }
-    const int block = block_tables[static_cast<long long>(sequences[token]) * max_blocks + position / block_size];
+    const int position = positions[token], sequence = sequences[token];
+    if (position < 0) return;
+    const int block = block_tables[static_cast<long long>(sequence) * max_blocks + position / block_size];
     uint8 *planes = pool + static_cast<long long>(block) * block_bytes + layer_offset;
     float turns[8] = {};
     if (!idle) load8(rotary + static_cast<long long>(position) * HEAD_DIM + column, turns);

@@ -1,17 +1,18 @@
 // Second half of sampling: one block per row puts its pieces together, and where filters are set, draws under them.
 //
-// Filters keep a prefix of the candidates in the order "likelier first, then the lower token". Its last member is found
-// by a search over histograms of their distance from the largest logit: first coarse and of all candidates, then ever
-// finer of the bin that holds the end. Sums are integers, so that no order of addition matters.
+// top_k and top_p keep a prefix of the candidates in the order "likelier first, then the lower token". Most often its
+// end is near the likeliest one: then the near candidates are listed and compared with each other. Otherwise the end is
+// found by a search over histograms of all candidates' distances from the likeliest: first coarse, then ever finer of
+// the bin that holds the end. Masses are integers, so that no order of addition matters.
 #include "sampling.cuh"
 
 constexpr int THREADS = 1024, WARPS = THREADS / WARP;
 constexpr int BIN_BITS = 11, BINS = 1 << BIN_BITS, OWN = BINS / THREADS;
 constexpr float BINS_PER_UNIT = 64.f;
 constexpr float FARTHEST = 0x1.fffffep4f;  // the last distance that has a coarse bin: what is farther is never drawn
+constexpr float NEAR = 8.f;
 constexpr int TOKEN_BITS = 18;
-constexpr int LISTED = 2048;
-constexpr float NEAR = 8.f;  // candidates so near are listed at once, as the end is most often among them
+constexpr uint64 ALL = ~0ull;
 
 // A row's logits, and what can be drawn from them.
 struct Row {
@@ -50,9 +51,8 @@ struct Shared {
     uint32 count[BINS], low[BINS], high[BINS];  // low and high: 64-bit sums of weights in units of 2^-28
     Sums of_warp[WARPS];
     Bin found;
-    int tokens[LISTED];
-    float distances[LISTED];
-    int listed;
+    ulonglong2 near[THREADS];  // key and mass
+    int num_near;
 };
 __shared__ Shared shared;
 
@@ -60,11 +60,22 @@ __shared__ Shared shared;
 __device__ __forceinline__ uint64 key_of(float distance, int token) {
     return static_cast<uint64>(__float_as_uint(distance)) << TOKEN_BITS | token;
 }
+__device__ __forceinline__ uint64 mass_of(float weight) { return __float2ull_rn(weight * 0x1p44f); }
 __device__ __forceinline__ int coarse_bin(float distance) { return static_cast<int>(distance * BINS_PER_UNIT); }
 __device__ __forceinline__ float edge(int coarse) { return coarse / BINS_PER_UNIT; }
 
+// The least mass that holds a share `top_p` of `mass`.
+__device__ __forceinline__ uint64 share_of(uint64 mass, float top_p) {
+    return max(1ull, static_cast<uint64>(ceil(static_cast<double>(mass) * top_p)));
+}
+
+// The candidate's rank among all draws of the row's parameters.
+__device__ __forceinline__ uint64 drawn_rank(float distance, int token, uint64 stream) {
+    return rank(gumbel_score(-distance, uniform_of(stream, token)), token);
+}
+
 // visit(token, distance) for every candidate of the row; distance >= 0 is log(likeliest / candidate). A thread has LOADS
-// loads of 16 bytes in flight.
+// loads of 16 bytes in flight, as many as its registers allow.
 template <int LOADS, typename Visit> __device__ __forceinline__ void visit_row(const Row &row, Visit visit) {
     constexpr int STRIDE = 4 * THREADS;
     for (int first = 4 * threadIdx.x; first < row.vocab_size; first += LOADS * STRIDE) {
@@ -80,34 +91,94 @@ template <int LOADS, typename Visit> __device__ __forceinline__ void visit_row(c
     }
 }
 
-// The same for the listed candidates, when there is a list.
-template <int LOADS, typename Visit>
-__device__ __forceinline__ void visit_nearest(const Row &row, bool listed, Visit visit) {
-    if (!listed) return visit_row<LOADS>(row, visit);
-    for (int i = threadIdx.x; i < shared.listed; i += THREADS) visit(shared.tokens[i], shared.distances[i]);
+__device__ __forceinline__ Sums warp_sum(Sums x) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2)
+        x = x + Sums{__shfl_xor_sync(0xffffffffu, x.count, offset), __shfl_xor_sync(0xffffffffu, x.mass, offset)};
+    return x;
 }
 
-// Put a candidate on the list; what comes when it is full is counted only.
-__device__ __forceinline__ void list(int token, float distance) {
-    const int place = atomicAdd(&shared.listed, 1);
-    if (place >= LISTED) return;
-    shared.tokens[place] = token;
-    shared.distances[place] = distance;
+// Sums over all threads up to and with this one; the warps' sums stay in shared.of_warp.
+__device__ Sums scan_block(const Sums &own) {
+    static_assert(WARPS == WARP, "the lanes of a warp hold the sums of all warps");
+    const int lane = threadIdx.x % WARP;
+    Sums upto = own;
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const Sums other = {__shfl_up_sync(0xffffffffu, upto.count, offset),
+                            __shfl_up_sync(0xffffffffu, upto.mass, offset)};
+        if (lane >= offset) upto = upto + other;
+    }
+    __syncthreads();
+    if (lane == WARP - 1) shared.of_warp[threadIdx.x / WARP] = upto;
+    __syncthreads();
+    return upto + warp_sum(lane < threadIdx.x / WARP ? shared.of_warp[lane] : Sums{});
 }
 
-// Whether all candidates up to the end of a coarse bin are, or could be, listed.
-__device__ bool list_nearest(const Row &row, const Bin &bin) {
-    if (shared.listed <= LISTED && bin.number < coarse_bin(NEAR)) return true;
-    if ((bin.before + bin.inside).count > LISTED) return false;
+// What `scan_block` gave the last thread.
+__device__ Sums block_total() {
+    return warp_sum(shared.of_warp[threadIdx.x % WARP]);
+}
+
+// ---- The near candidates ----
+
+// List the candidates nearer than NEAR, as many as fit; the sums of the others.
+__device__ Sums list_near(const Row &row) {
+    if (threadIdx.x == 0) shared.num_near = 0;
     __syncthreads();
-    if (threadIdx.x == 0) shared.listed = 0;
-    __syncthreads();
+    uint32 far_count = 0;
+    float far_weight = 0.f;
     visit_row<4>(row, [&](int token, float distance) {
-        if (coarse_bin(distance) <= bin.number) list(token, distance);
+        const float weight = __expf(-distance);
+        if (distance >= NEAR) {
+            far_count++;
+            far_weight += weight;
+        } else if (*static_cast<volatile int *>(&shared.num_near) <= THREADS) {
+            const int place = atomicAdd(&shared.num_near, 1);
+            if (place < THREADS) shared.near[place] = {key_of(distance, token), mass_of(weight)};
+        }
     });
-    __syncthreads();
-    return true;
+    scan_block({far_count, mass_of(far_weight)});
+    return block_total();
 }
+
+// The sums of the near candidates before `key`.
+__device__ Sums before_near(uint64 key) {
+    Sums before = {};
+#pragma unroll 4
+    for (int i = 0; i < shared.num_near; i++) {
+        const ulonglong2 other = shared.near[i];
+        if (other.x < key) before = before + Sums{1, other.y};
+    }
+    return before;
+}
+
+// The best of the kept candidates, or 0 when some of them are not near, or too many are.
+__device__ uint64 draw_near(const Row &row, const Parameters &request) {
+    const Sums far = list_near(row);
+    if (shared.num_near > THREADS) return 0;
+    const bool listed = threadIdx.x < shared.num_near;
+    const ulonglong2 own = listed ? shared.near[threadIdx.x] : ulonglong2{};
+    const Sums before = listed ? before_near(own.x) : Sums{};
+    bool kept = listed;
+    if (limits_count(request, row.vocab_size)) {
+        if (request.top_k > shared.num_near && far.count > 0) return 0;
+        kept = kept && before.count < request.top_k;
+    }
+    if (limits_mass(request)) {
+        scan_block(kept ? Sums{1, own.y} : Sums{});
+        const Sums near = block_total();
+        const bool open = !limits_count(request, row.vocab_size);
+        const uint64 target = share_of(near.mass + (open ? far.mass : 0), request.top_p);
+        if (near.mass < target) return 0;
+        kept = kept && before.mass < target;
+    }
+    const float distance = __uint_as_float(own.x >> TOKEN_BITS);
+    const int token = own.x & ((1 << TOKEN_BITS) - 1);
+    return block_max<WARPS>(kept ? drawn_rank(distance, token, stream_of(request)) : 0);
+}
+
+// ---- The search ----
 
 __device__ __forceinline__ void clear_histogram() {
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.count[bin] = shared.low[bin] = shared.high[bin] = 0;
@@ -131,20 +202,10 @@ template <typename Edge> __device__ Share scan_histogram(Edge edge_of) {
     for (int i = 0; i < OWN; i++) {
         const int bin = OWN * threadIdx.x + i;
         const float weight = static_cast<float>(static_cast<uint64>(shared.high[bin]) << 32 | shared.low[bin]);
-        share.own[i] = {shared.count[bin], __float2ull_rn(weight * 0x1p16f * expf(-edge_of(bin)))};
+        share.own[i] = {shared.count[bin], mass_of(weight * 0x1p-28f * expf(-edge_of(bin)))};
         sum = sum + share.own[i];
     }
-    Sums upto = sum;
-#pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        const Sums other = {__shfl_up_sync(0xffffffffu, upto.count, offset),
-                            __shfl_up_sync(0xffffffffu, upto.mass, offset)};
-        if (threadIdx.x % WARP >= offset) upto = upto + other;
-    }
-    if (threadIdx.x % WARP == WARP - 1) shared.of_warp[threadIdx.x / WARP] = upto;
-    __syncthreads();
-    share.before = upto - sum;
-    for (int warp = 0; warp < threadIdx.x / WARP; warp++) share.before = share.before + shared.of_warp[warp];
+    share.before = scan_block(sum) - sum;
     return share;
 }
 
@@ -167,43 +228,35 @@ __device__ Bin find(const Share &share, bool by_count, uint64 target) {
 }
 
 // The shortest prefix whose count, or else mass, reaches `target`, given the coarse bin in which it ends.
-__device__ __forceinline__ Prefix
-search(const Row &row, bool listed, const Bin &coarse, bool by_count, uint64 target) {
-    uint64 low = key_of(edge(coarse.number), 0), high = key_of(edge(coarse.number + 1), 0);
-    Bin bin = coarse;
-    while (bin.inside.count > 1 && high - low > 1) {
+__device__ __forceinline__ Prefix search(const Row &row, const Bin &coarse, bool by_count, uint64 target) {
+    const float from = edge(coarse.number);
+    uint64 low = key_of(from, 0), high = key_of(edge(coarse.number + 1), 0), mass = coarse.before.mass;
+    Sums inside = coarse.inside;  // of the keys from low to below high
+    target -= measure(coarse.before, by_count);
+    while (inside.count > 1 && high - low > 1) {
         const int shift = max(0, 64 - __clzll(high - low - 1) - BIN_BITS);
         clear_histogram();
-        visit_nearest<1>(row, listed, [&](int token, float distance) {
+        visit_row<2>(row, [&](int token, float distance) {
             const uint64 key = key_of(distance, token);
             if (low <= key && key < high) add_to_histogram(static_cast<int>((key - low) >> shift), distance);
         });
-        const Share share = scan_histogram([&](int) { return edge(coarse.number); });
-        const Bin next = find(share, by_count, target - measure(bin.before, by_count));
+        const Bin next = find(scan_histogram([&](int) { return from; }), by_count, target);
         if (next.number < 0) break;  // the whole bin, but for rounding
-        bin = {next.number, bin.before + next.before, next.inside};
+        target -= measure(next.before, by_count);
+        mass += next.before.mass;
+        inside = next.inside;
         low += static_cast<uint64>(next.number) << shift;
         high = min(high, low + (1ull << shift));
     }
-    return {high - 1, (bin.before + bin.inside).mass};
+    return {high - 1, mass + inside.mass};
 }
 
-// The least mass that holds a share `top_p` of `mass`.
-__device__ __forceinline__ uint64 share_of(uint64 mass, float top_p) {
-    return max(1ull, static_cast<uint64>(ceil(static_cast<double>(mass) * top_p)));
-}
-
-// The last key that top_k and top_p keep. Sets `listed` when the kept candidates, and some more, are in the list.
-__device__ uint64 last_kept(const Row &row, const Parameters &request, bool &listed) {
-    if (threadIdx.x == 0) shared.listed = 0;
+// The last key that top_k and top_p keep.
+__device__ uint64 last_kept(const Row &row, const Parameters &request) {
     clear_histogram();
-    visit_row<4>(row, [](int token, float distance) {
-        add_to_histogram(coarse_bin(distance), distance);
-        if (distance < NEAR) list(token, distance);
-    });
+    visit_row<4>(row, [](int, float distance) { add_to_histogram(coarse_bin(distance), distance); });
     const Share share = scan_histogram([](int bin) { return edge(bin); });
-    Prefix kept = {~0ull, 0};
-    for (int warp = 0; warp < WARPS; warp++) kept.mass += shared.of_warp[warp].mass;
+    Prefix kept = {ALL, block_total().mass};
 #pragma unroll 1
     for (int filter = 0; filter < 2; filter++) {
         const bool by_count = filter == 0;
@@ -211,8 +264,7 @@ __device__ uint64 last_kept(const Row &row, const Parameters &request, bool &lis
         const uint64 target = by_count ? request.top_k : share_of(kept.mass, request.top_p);
         const Bin bin = find(share, by_count, target);
         if (bin.number < 0) continue;
-        if (!listed) listed = list_nearest(row, bin);
-        const Prefix prefix = search(row, listed, bin, by_count, target);
+        const Prefix prefix = search(row, bin, by_count, target);
         kept = {min(kept.last, prefix.last), prefix.mass};
     }
     return kept.last;
@@ -220,14 +272,16 @@ __device__ uint64 last_kept(const Row &row, const Parameters &request, bool &lis
 
 // The best candidate under the request's filters.
 __device__ uint64 draw(const Row &row, const Parameters &request) {
-    bool listed = false;
-    uint64 last = ~0ull;
-    if (limits_count(request, row.vocab_size) || limits_mass(request)) last = last_kept(row, request, listed);
+    uint64 last = ALL;
+    if (limits_count(request, row.vocab_size) || limits_mass(request)) {
+        const uint64 best = draw_near(row, request);
+        if (best != 0) return best;
+        last = last_kept(row, request);
+    }
     const uint64 stream = stream_of(request);
     uint64 best = 0;
-    visit_nearest<4>(row, listed, [&](int token, float distance) {
-        if (key_of(distance, token) > last) return;
-        best = max(best, rank(gumbel_score(-distance, uniform_of(stream, token)), token));
+    visit_row<4>(row, [&](int token, float distance) {
+        if (key_of(distance, token) <= last) best = max(best, drawn_rank(distance, token, stream));
     });
     return block_max<WARPS>(best);
 }
