@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 TYPING := build/typing/coldblock
 TYPED := protocol engine_core/control frontend
 MODEL ?= smollm2-135m
+CUDA ?= cuda12
 
 .DEFAULT_GOAL := help
 .PHONY: help install run serve test test-gpu lint typecheck bench clean
@@ -23,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing Coldblock and what it needs into $(VENV) (torch is large: the first time takes minutes)"
 	@$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt torch
 	@echo "Installing the rest (quietly)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,$(CUDA)]'
 	@touch $@
 
 run: $(STAMP) ## two chat answers, one small KV pool: see a swap happen

@@ -19,7 +19,8 @@ COMMANDS = {
     "top": ("tools.top", "watch a running engine: tiers, requests, swaps"),
     "demo": ("tools.demo", "two answers, one small pool: see a swap happen"),
     "fetch-model": ("tools.fetch_model", "fetch a known model into the cache"),
-    "bench": ("tools.bench.main", "benchmarks: serve, swap, jitter"),
+    "validate": ("tools.validate", "hold this GPU's kernels against their references"),
+    "bench": ("tools.bench.main", "benchmarks: serve, swap, jitter, kernels"),
 }
 EXIT_CODES = "0 done, 1 failed, 2 wrong usage, 3 no engine reachable, 130 interrupted"
 

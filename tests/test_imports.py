@@ -43,6 +43,10 @@ ALLOWED = {
     "tools": ("tools", "protocol", "settings"),
     "tools/chat": ("tools", "protocol", "settings", *FRONTEND_TEXT),
     "tools/demo": ("tools", "protocol", "settings", *FRONTEND_TEXT),
+    "tools/bench/kernels": ("tools", "settings", "kernels"),
+    "tools/bench/kernel_cases": ("tools", "kernels"),
+    "tools/validate": ("tools", "settings", "engine_core"),
+    "tools/kernel_checks": ("engine_core/device", "engine_core/models", "engine_core/kv_layout", "kernels"),
     "tools/serve": ("tools", "protocol", "settings", "engine_core/config", "frontend/config"),
 }
 PURE_PYTHON = {"torch", "cupy", "zmq", "numpy", "msgspec", "msgpack"}

@@ -229,7 +229,7 @@ def test_dispatcher_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> 
     assert main.main(["--help"]) == 0
     assert "jitter" in capsys.readouterr().out
     assert main.main(["nix"]) == 2
-    assert "serve, swap, jitter" in capsys.readouterr().err
+    assert "serve, swap, jitter, kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("versus", [[], [serve.Versus("decode c=1", 2.0, 1.0)]])

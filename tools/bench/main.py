@@ -1,4 +1,4 @@
-"""Benchmarks of a running or fresh engine: serve, swap, jitter.
+"""Benchmarks of a running or fresh engine (serve, swap, jitter), and of the GPU's kernels alone.
 
 Owns: the list of benchmarks. Does not know: their settings or what they measure.
 """
@@ -14,6 +14,7 @@ BENCHMARKS = {
     "serve": "tokens/s and latency over concurrency; also against transformers, and over HTTP",
     "swap": "the forced swap: two requests, room for one, in every KV format",
     "jitter": "inter-token times of swapped and other requests, with and without swap pressure",
+    "kernels": "every kernel alone on this GPU, against its measured ceilings",
 }
 
 

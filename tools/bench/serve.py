@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
@@ -44,6 +44,9 @@ class ServeSettings(Settings):
     """Settings of `coldblock bench serve`."""
 
     model: str = Field("smollm2-135m", description="a checkpoint folder, or a known name, for the engine it starts")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: random weights of the model's shape; then qwen2.5-3b is a known name too"
+    )
     endpoint: str | None = Field(None, description="measure the running engine there instead of starting one")
     engine_flags: str = Field("", description="flags for the engine it starts, as in --engine-flags='--threads 1'")
     concurrency: Annotated[tuple[int, ...], NoDecode] = Field(
@@ -119,7 +122,7 @@ def main(argv: list[str]) -> int:
         report.require_plotting()
         if settings.versus_transformers:
             require_transformers()
-        if settings.endpoint is None:
+        if settings.endpoint is None and settings.load_format == "auto":
             resolve_model(settings.model)
         return run_until_signal(lambda: run(settings))
     except (ColdblockError, UsageError) as error:
@@ -155,7 +158,8 @@ async def _engine(settings: ServeSettings) -> AsyncIterator[str]:
     if settings.endpoint is not None:
         yield settings.endpoint
         return
-    async with running_engine(settings.model, *shlex.split(settings.engine_flags)) as endpoint:
+    flags = ("--load-format", settings.load_format, *shlex.split(settings.engine_flags))
+    async with running_engine(settings.model, *flags) as endpoint:
         yield endpoint
 
 
