@@ -34,10 +34,11 @@ VARIANTS = (
     *variants("paged_decode", **_CHOICES, HEAD_DIM=[d for d in HEAD_DIMS if d <= 128], HEAD_TILES=(2,)),
 )
 
+_WARPS_PER_SM = 8
+
 DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""
 
-_THREADS = 128
 _SPLIT_MULTIPLE = 64
 _SPLITS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64])  # of the longest sequence
 _EXTRA_WAVES = 2  # items that splitting may add, in grids
@@ -53,15 +54,16 @@ class DecodeSplits:
     """
 
     plan: Tensor
-    """int32 [2 + max_batch]: split_tokens, then the number of splits before each sequence and, last, of all."""
+    """int32: split_tokens; [B + 1] how many splits come before each sequence, and, last, are there; [splits] whose."""
     partials: Tensor
-    """fp32 [slots, group heads, D]: the output of each work item."""
+    """fp32 [slots, group heads, D]: what the work items of split sequences have gathered."""
     statistics: Tensor
-    """fp32 [slots, group heads, 2]: largest score and sum of weights of each work item."""
+    """fp32 [slots, group heads, 2]: their largest scores and sums of weights."""
     counters: Tensor
-    """int32 [max_batch * groups]: work items that have ended. Zero between calls."""
+    """int32 [slots]: how many parts of what is to be merged are there. Zero between calls."""
+    max_batch: int
     groups: int
-    """Groups of query heads, a work item each per split."""
+    """Groups of query heads, each a work item per split."""
     blocks: int
     """The grid."""
     split_tokens: int | None
@@ -77,47 +79,49 @@ class DecodeSplits:
         """
         heads, groups = _group(pages, num_heads)
         device = pages.pool.device
-        blocks = torch.cuda.get_device_properties(device).multi_processor_count * _blocks_per_sm(pages, num_heads)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        blocks = multiprocessors * _WARPS_PER_SM // _warps(pages, num_heads)
         fixed = DETERMINISTIC_SPLIT if deterministic else None
-        slots = max_batch * groups + (_EXTRA_WAVES * blocks if fixed is None else max_tokens // fixed * groups)
+        splits = max_batch + (_EXTRA_WAVES * blocks // groups if fixed is None else max_tokens // fixed)
         return cls(
-            plan=torch.zeros(2 + max_batch, dtype=torch.int32, device=device),
-            partials=torch.empty(slots, heads, pages.head_dim, device=device),
-            statistics=torch.empty(slots, heads, 2, device=device),
-            counters=torch.zeros(max_batch * groups, dtype=torch.int32, device=device),
+            plan=torch.zeros(2 + max_batch + splits, dtype=torch.int32, device=device),
+            partials=torch.empty(splits * groups, heads, pages.head_dim, device=device),
+            statistics=torch.empty(splits * groups, heads, 2, device=device),
+            counters=torch.zeros(splits * groups, dtype=torch.int32, device=device),
+            max_batch=max_batch,
             groups=groups,
             blocks=blocks,
             split_tokens=fixed,
         )
 
     def plan_for(self, context_lens: np.ndarray) -> np.ndarray:
-        """What to write into `plan[: 2 + B]` for context_lens [B] (0 for a padding row)."""
+        """What to write into the beginning of `plan` for context_lens [B] (0 for a padding row)."""
         return plan_splits(context_lens, self.groups, self.blocks, self.split_tokens)
 
 
 def plan_splits(context_lens: np.ndarray, groups: int, blocks: int, split_tokens: int | None = None) -> np.ndarray:
-    """The plan for context_lens [B], int32 [2 + B]: see `DecodeSplits.plan`. Every sequence has at least one split.
+    """The plan for context_lens [B], int32: see `DecodeSplits.plan`. Every sequence has at least one split.
 
     Without `split_tokens`, the one of a few candidates that should end first on `blocks` blocks: long splits leave
     blocks idle, short ones cost merging.
     """
-    lengths = np.asarray(context_lens)
+    lengths = np.maximum(context_lens, 1)
     if split_tokens is None:
-        split_tokens = _choose_split_tokens(lengths, groups, blocks)
-    plan = np.zeros(2 + len(lengths), np.int32)
-    plan[0] = split_tokens
-    np.cumsum(np.maximum(-(-lengths // split_tokens), 1), out=plan[2:])
-    return plan
+        split_tokens = _choose_split_tokens(lengths.astype(float), groups, blocks)
+    splits = -(-lengths // split_tokens)
+    head = np.zeros(2 + len(lengths), np.int32)
+    head[0] = split_tokens
+    np.cumsum(splits, out=head[2:])
+    return np.concatenate([head, np.repeat(np.arange(len(lengths), dtype=np.int32), splits)])
 
 
 def _choose_split_tokens(lengths: np.ndarray, groups: int, blocks: int) -> int:
-    longest = max(int(lengths.max()), 1)
-    candidates = -(-longest // (_SPLITS * _SPLIT_MULTIPLE)) * _SPLIT_MULTIPLE
-    splits = np.ceil(np.multiply.outer(1.0 / candidates, lengths))
-    items = np.maximum(splits, 1, out=splits).sum(axis=1) * groups
+    longest = lengths.max()
+    candidates = np.ceil(longest / (_SPLITS * _SPLIT_MULTIPLE)) * _SPLIT_MULTIPLE
+    items = np.ceil(np.multiply.outer(1.0 / candidates, lengths)).sum(axis=1) * groups
     in_waves = np.ceil(items / blocks) * (candidates + _ITEM_COST)
-    in_turn = (int(lengths.sum()) * groups + items * _ITEM_COST) / blocks + candidates + _ITEM_COST
-    most = -(-longest // candidates)
+    in_turn = (lengths.sum() * groups + items * _ITEM_COST) / blocks + candidates + _ITEM_COST
+    most = np.ceil(longest / candidates)
     merging = np.where(most > 1, _MERGE_COST + _MERGE_COST_PER_SPLIT * most, 0)
     cost = np.minimum(in_waves, in_turn) + merging
     cost[items > len(lengths) * groups + _EXTRA_WAVES * blocks] = math.inf
@@ -146,7 +150,7 @@ def paged_decode(
     function = load("paged_decode", **_macros(q.dtype, pages, num_heads))
     function.launch(
         (splits.blocks,),
-        _THREADS,
+        32 * _warps(pages, num_heads),
         (
             *(q, pages.pool, block_tables, context_lens, splits.plan),
             *(splits.partials, splits.statistics, splits.counters, out),
@@ -160,8 +164,8 @@ def paged_decode(
 def _check_splits(splits: DecodeSplits, batch: int, groups: int, heads: int, head_dim: int) -> None:
     if splits.groups != groups or splits.partials.shape[1:] != (heads, head_dim):
         raise KernelArgumentError("splits were allocated for another number of heads or another head_dim")
-    if len(splits.plan) < 2 + batch:
-        raise KernelArgumentError(f"q has {batch} sequences; splits were allocated for {len(splits.plan) - 2}")
+    if batch > splits.max_batch:
+        raise KernelArgumentError(f"q has {batch} sequences; splits were allocated for {splits.max_batch}")
 
 
 def _macros(activation: torch.dtype, pages: KVPages, num_heads: int) -> dict[str, int]:
@@ -178,9 +182,9 @@ def _head_tiles(pages: KVPages, num_heads: int) -> int:
     return 2 if num_heads > 8 * pages.num_kv_heads and pages.head_dim <= 128 else 1
 
 
-def _blocks_per_sm(pages: KVPages, num_heads: int) -> int:
-    """As many as registers allow; paged_decode.cu says the same to the compiler."""
-    return 3 if _head_tiles(pages, num_heads) == 1 and pages.head_dim <= 128 else 2
+def _warps(pages: KVPages, num_heads: int) -> int:
+    """Of a block; paged_decode.cu has the same rule."""
+    return 4 if 8 * _head_tiles(pages, num_heads) * pages.head_dim > 1024 else 8
 
 
 def _group(pages: KVPages, num_heads: int) -> tuple[int, int]:

@@ -6,36 +6,38 @@
 // Which dimension is which step of a product, and which token which row, is free. It is chosen so that every lane loads
 // its own fragments from global memory, in pieces of up to 16 bytes that fill whole sectors; nothing is staged.
 //
-// The grid is fixed: its blocks take work items (sequence, split, KV head) in turn. The warps of a block take the
-// tiles of an item in turn and keep a softmax each; these are merged at the item's end. A sequence of several splits is
-// merged by the block that ends last, in the order of the splits. So results depend on split_tokens and nothing else.
+// The grid is fixed: its blocks take work items (sequence, split, KV head) in turn. The warps of a block take the steps
+// of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the next item are on
+// their way. Splits of a sequence are merged in a tree of fixed shape, each node by the block that ends last in it. So a
+// result depends on the sequence and on split_tokens, and on nothing else.
 #include "kv_read.cuh"
 #include "mma.cuh"
 
-#ifndef WARPS
-#define WARPS 4
-#endif
-#ifndef HINT
-#define HINT ".L2::256B"
-#endif
-constexpr int THREADS = WARPS * WARP;
 constexpr int D = HEAD_DIM;
 constexpr int HEADS = 8 * HEAD_TILES;  // query heads of one item
 constexpr int ROW_BYTES = D * KV_ELEMENT_BYTES;
-constexpr bool IS_SMALL = HEAD_TILES == 1 && D <= 128;
-#ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM (IS_SMALL ? 3 : 2)
+constexpr bool IS_LARGE = HEADS * D > 1024;  // the output takes so many registers that less can be on its way
+
+#ifndef WARPS
+#define WARPS (IS_LARGE ? 4 : 8)
 #endif
 #ifndef TILES
-#define TILES (IS_SMALL && ROW_BYTES <= 128 ? 2 : 1)
+#define TILES (IS_LARGE ? 1 : 2)
 #endif
-constexpr int TILE = 16;            // tokens
-constexpr int STEP = TILE * TILES;  // tokens a warp takes at a time
-constexpr int PRODUCT_STEPS = D / 16;   // of Q K
-constexpr int OUTPUT_TILES = D / 16;    // of O^T, 16 dimensions each
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM (8 / WARPS)
+#endif
+constexpr int THREADS = WARPS * WARP;
+constexpr int TILE = 16;                          // tokens
+constexpr int STEP = TILES * TILE;                // tokens a warp takes at a time
+constexpr int STRIDE = WARPS * STEP;              // tokens from a warp's step to its next
+constexpr int PRODUCT_STEPS = D / 16;             // of Q K
+constexpr int OUTPUT_TILES = D / 16;              // of O^T, 16 dimensions each
 constexpr int WORDS_PER_STEP = 2 / PAIRS_PER_WORD;
+constexpr int FAN = 8;                            // parts that a node of the tree merges
 
-// In K, lane 4g + t reads pieces t, t + 4, ... of the rows 2g and 2g + 1 of a tile. In V, pieces g, g + 8, ... of the rows 4t to 4t + 3.
+// In K, lane 4g + t reads pieces t, t + 4, ... of the rows 2g and 2g + 1 of a tile; in V, pieces g, g + 8, ... of the
+// rows 4t to 4t + 3. A run is a piece's elements.
 constexpr int KEY_WORDS = ROW_BYTES / 16, VALUE_WORDS = ROW_BYTES / 32;
 constexpr int KEY_PIECE = ROW_BYTES % 64 == 0 ? 16 : 8;
 constexpr int VALUE_PIECE = ROW_BYTES % 128 == 0 ? 16 : ROW_BYTES % 64 == 0 ? 8 : 4;
@@ -45,14 +47,22 @@ constexpr int KEY_RUN = KEY_PIECE / KV_ELEMENT_BYTES, VALUE_RUN = VALUE_PIECE / 
 constexpr float LOWEST = -1e38f;
 
 struct Arguments {
+    const Activation *q;  // [batch, num_heads, D]
     const uint8 *pool;
-    const int *block_tables;
-    int max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
+    const int *block_tables;  // [batch, max_blocks]
+    const int *context_lens;  // [batch]
+    const int *plan;          // split_tokens; [batch + 1] how many splits come before a sequence; [splits] their sequences
+    float *partials;          // [slots, HEADS, D]: what an item of several splits has gathered
+    float2 *statistics;       // [slots, HEADS]: its largest score, and the sum of weights relative to that
+    int *counters;            // [slots]: how many parts of a node have ended
+    Activation *out;          // as q
+    int batch, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
+    float scale;  // includes log2(e)
 };
 
 // One block's work: `heads` query heads from `first_head` on, over the tokens [begin, end) of a sequence.
 struct Item {
-    int sequence, split, splits, slot, group, groups;
+    int sequence, split, splits, slot, groups;
     int kv_head, first_head, heads;
     int begin, end;
 };
@@ -68,7 +78,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 template <int BYTES> __device__ __forceinline__ void load(uint32 *words, const uint8 *address) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
     if constexpr (BYTES == 16) {
-        asm volatile("ld.global.L1::no_allocate" HINT ".v4.u32 {%0,%1,%2,%3}, [%4];"
+        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                      : "l"(address));
     } else if constexpr (BYTES == 8) {
@@ -80,55 +90,61 @@ template <int BYTES> __device__ __forceinline__ void load(uint32 *words, const u
 
 // ---- Work items -----------------------------------------------------------------------------------------------------
 
-// What one block computes together: a KV head's query heads, or a part of them where they are many.
-__device__ __forceinline__ int count_groups(const Arguments &arguments) {
-    return arguments.num_kv_heads * ceil_divide(arguments.num_heads / arguments.num_kv_heads, HEADS);
+// Parts of a KV head's query heads that are items of their own; more than one where they are many.
+__device__ __forceinline__ int count_chunks(const Arguments &arguments) {
+    return ceil_divide(arguments.num_heads / arguments.num_kv_heads, HEADS);
 }
 
-// plan: [split_tokens, starts[0..batch]], where starts counts the splits of all sequences before.
-__device__ __forceinline__ Item find_item(const Arguments &arguments, const int *plan, const int *context_lens, int batch, int index) {
-    const int group_heads = arguments.num_heads / arguments.num_kv_heads;
-    const int chunks = ceil_divide(group_heads, HEADS), groups = count_groups(arguments);
-    const int unit = index / groups;
-    int before = 0;
-    for (int sequence = threadIdx.x % WARP; sequence < batch; sequence += WARP) before += plan[2 + sequence] <= unit;
+__device__ __forceinline__ int count_items(const Arguments &arguments) {
+    return arguments.plan[1 + arguments.batch] * arguments.num_kv_heads * count_chunks(arguments);
+}
 
-    Item item;
+// The item of that number, or one without tokens beyond the last.
+__device__ __forceinline__ Item find_item(const Arguments &arguments, int index, int items) {
+    Item item = {};
+    if (index >= items) return item;
+    const int group_heads = arguments.num_heads / arguments.num_kv_heads, chunks = count_chunks(arguments);
     item.slot = index;
-    item.sequence = __reduce_add_sync(0xffffffffu, before);
-    item.group = index % groups;
-    item.groups = groups;
-    item.split = unit - plan[1 + item.sequence];
-    item.splits = plan[2 + item.sequence] - plan[1 + item.sequence];
-    item.kv_head = item.group / chunks;
-    const int first = item.group % chunks * HEADS;
+    item.groups = arguments.num_kv_heads * chunks;
+    const int unit = index / item.groups, group = index - unit * item.groups;
+    const int *starts = arguments.plan + 1, *sequences = starts + arguments.batch + 1;
+    item.sequence = sequences[unit];
+    item.split = unit - starts[item.sequence];
+    item.splits = starts[item.sequence + 1] - starts[item.sequence];
+    item.kv_head = group / chunks;
+    const int first = (group - item.kv_head * chunks) * HEADS;
     item.first_head = item.kv_head * group_heads + first;
     item.heads = min(HEADS, group_heads - first);
-    item.begin = item.split * plan[0];
-    item.end = min(context_lens[item.sequence], item.begin + plan[0]);
+    item.begin = item.split * arguments.plan[0];
+    item.end = min(arguments.context_lens[item.sequence], item.begin + arguments.plan[0]);
     return item;
 }
 
+// Where the calling warp begins; at or past the item's end if there is nothing for it.
+__device__ __forceinline__ int first_token(const Item &item) { return item.begin + threadIdx.x / WARP * STEP; }
+
 // ---- Tiles of the pool ----------------------------------------------------------------------------------------------
 
-// Where tile `index` of the sequence begins in K; past the item's end, where its last tile does.
+// Where a tile's rows of K begin, and their scales; the same of V lies `value_offset` further on.
 struct Tile {
     const uint8 *keys, *scales;
 };
 
-__device__ __forceinline__ Tile find_tile(const Arguments &arguments, const Item &item, int token) {
-    const int inside = min(token, (item.end - 1) / TILE * TILE);
-    const int block = inside / arguments.block_size, offset = inside - block * arguments.block_size;
-    const int page = arguments.block_tables[static_cast<size_t>(item.sequence) * arguments.max_blocks + block];
-    const uint8 *plane = arguments.pool + static_cast<size_t>(page) * arguments.block_bytes + arguments.layer_offset +
-                         item.kv_head * plane_bytes(arguments.block_size, D);
-    return {plane + offset * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * offset};
+__device__ __forceinline__ int value_offset(const Arguments &arguments) {
+    return arguments.num_kv_heads * plane_bytes(arguments.block_size, D);
 }
 
-// The tiles a warp takes together.
-__device__ __forceinline__ void find_tiles(Tile (&tiles)[TILES], const Arguments &arguments, const Item &item, int token) {
+// The tiles of a step. Those past the sequence's end are its last one again, so that all may be loaded.
+__device__ __forceinline__ void find_tiles(Tile (&tiles)[TILES], const Arguments &arguments, int sequence, int kv_head, int token, int end) {
+    const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) tiles[i] = find_tile(arguments, item, token + TILE * i);
+    for (int i = 0; i < TILES; i++) {
+        const uint32 inside = min(token + TILE * i, (end - 1) & -TILE);
+        const uint32 block = inside / static_cast<uint32>(arguments.block_size), row = inside - block * arguments.block_size;
+        const uint8 *plane = arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes +
+                             arguments.layer_offset + kv_head * plane_bytes(arguments.block_size, D);
+        tiles[i] = {plane + row * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * row};
+    }
 }
 
 // The part of K and V that a lane holds. Scales are those of its two score rows, for K and for V.
@@ -157,12 +173,12 @@ __device__ __forceinline__ void load_keys(Keys &keys, const Tile (&tiles)[TILES]
     }
 }
 
-__device__ __forceinline__ void load_values(Values &values, const Tile (&tiles)[TILES], int value_offset) {
+__device__ __forceinline__ void load_values(Values &values, const Tile (&tiles)[TILES], int offset) {
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-        if constexpr (KV_SCALED) load<4>(reinterpret_cast<uint32 *>(&values.scales[i]), tiles[i].scales + value_offset + 4 * g);
-        const uint8 *own = tiles[i].keys + value_offset + 4 * t * ROW_BYTES + g * VALUE_PIECE;
+        if constexpr (KV_SCALED) load<4>(reinterpret_cast<uint32 *>(&values.scales[i]), tiles[i].scales + offset + 4 * g);
+        const uint8 *own = tiles[i].keys + offset + 4 * t * ROW_BYTES + g * VALUE_PIECE;
 #pragma unroll
         for (int piece = 0; piece < VALUE_WORDS * 4 / VALUE_PIECE; piece++) {
 #pragma unroll
@@ -172,18 +188,24 @@ __device__ __forceinline__ void load_values(Values &values, const Tile (&tiles)[
     }
 }
 
+__device__ __forceinline__ void load_first(Keys &keys, Values &values, const Arguments &arguments, const Item &item) {
+    if (first_token(item) >= item.end) return;
+    Tile tiles[TILES];
+    find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
+    load_keys(keys, tiles);
+    load_values(values, tiles, value_offset(arguments));
+}
+
 // Brings a warp's first tiles into the L2 cache, which is right at any time: what is written later is written there.
 __device__ __forceinline__ void prefetch_first(const Arguments &arguments, const Item &item) {
-    const int token = item.begin + threadIdx.x / WARP * STEP;
-    if (token >= item.end) return;
-    const int value_offset = arguments.num_kv_heads * plane_bytes(arguments.block_size, D);
+    if (first_token(item) >= item.end) return;
     Tile tiles[TILES];
-    find_tiles(tiles, arguments, item, token);
+    find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
         for (int offset = threadIdx.x % WARP * 128; offset < TILE * ROW_BYTES; offset += WARP * 128) {
             asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + offset));
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + value_offset + offset));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + value_offset(arguments) + offset));
         }
     }
 }
@@ -206,8 +228,8 @@ __device__ __forceinline__ float fit_to_half(uint32 (&pairs)[PRODUCT_STEPS][2]) 
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    const int exponent = max(__float_as_int(largest) >> 23, 30);  // biased; 254 at most unless there is an infinity
-    const float up = __int_as_float((268 - min(exponent, 254)) << 23);
+    const int exponent = min(max(__float_as_int(largest) >> 23, 30), 254);  // biased
+    const float up = __int_as_float((268 - exponent) << 23);
 #pragma unroll
     for (int i = 0; i < 2 * PRODUCT_STEPS; i++) {
         const float2 pair = to_float2(reinterpret_cast<const Activation2 &>(pairs[i / 2][i % 2]));
@@ -227,13 +249,13 @@ __device__ __forceinline__ float round_to_bf16(uint32 (&pairs)[PRODUCT_STEPS][2]
 }
 
 // A column beyond the item's heads is zero.
-__device__ __forceinline__ void load_queries(Queries &queries, const Activation *q, const Arguments &arguments, const Item &item, float scale) {
+__device__ __forceinline__ void load_queries(Queries &queries, const Arguments &arguments, const Item &item) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++) {
         uint32 (&pairs)[PRODUCT_STEPS][2] = queries.pairs[n];
         const int head = 8 * n + g;
-        const Activation *row = q + (static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head + head) * D;
+        const Activation *row = arguments.q + (static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head + head) * D;
 #pragma unroll
         for (int i = 0; i < PRODUCT_STEPS / 2; i++) {  // 8 neighbours are 2 steps
             const int piece = 8 * i / KEY_RUN, inside = 8 * i % KEY_RUN;
@@ -246,14 +268,14 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Activation 
         if constexpr (ACTIVATION_BF16 && KV_FORMAT != 1) factor = fit_to_half(pairs);
         if constexpr (!ACTIVATION_BF16 && KV_FORMAT == 1) factor = round_to_bf16(pairs);
 #pragma unroll
-        for (int column = 0; column < 2; column++)  // lane 4g holds head g; this lane's columns are 2t and 2t + 1
-            queries.factors[n][column] = scale * __shfl_sync(0xffffffffu, factor, 4 * (2 * t + column));
+        for (int column = 0; column < 2; column++)  // lane 4g has the factor of head g; this lane's columns are 2t and 2t + 1
+            queries.factors[n][column] = arguments.scale * __shfl_sync(0xffffffffu, factor, 4 * (2 * t + column));
     }
 }
 
-// ---- Attention over the tiles of a warp -----------------------------------------------------------------------------
+// ---- Attention over the steps of a warp -----------------------------------------------------------------------------
 
-// A lane's scores of a tile: rows 2g and 2g + 1 by its two head columns; [2 * row + column].
+// A lane's scores of a step: rows 2g and 2g + 1 of a tile by its two head columns; [2 * row + column].
 using Scores = float[TILES][HEAD_TILES][4];
 
 // What a warp has gathered: the lane's part of O^T; per head column the largest score and this lane's part of the sum.
@@ -333,40 +355,44 @@ __device__ __forceinline__ float row_scale(const __half2 (&scales)[TILES], int i
     return to_float(i % 2 == 0 ? scales[i / 2].x : scales[i / 2].y);
 }
 
-__device__ __forceinline__ float exponent_of(float x) { return static_cast<float>((__float_as_int(x) >> 23 & 0xff) - 127); }
+// Of a scale; 0 counts as the smallest that half has, 2^-24.
+__device__ __forceinline__ float exponent_of(float x) { return static_cast<float>(max(__float_as_int(x) >> 23 & 0xff, 103) - 127); }
 
-// Scores become weights relative to the largest score so far, what was gathered becomes relative to it too, and the
-// B fragments of P^T are made. V's scales go into P; so that fp16 holds the product whatever they are, "largest" is then
-// the largest of score + exponent of the scale.
+// One head column: scores become weights relative to the largest score so far, and what was gathered becomes so too.
+// V's scales go into the weights that the product takes; so that half holds these whatever the scales are, "largest" is
+// then the largest of score + exponent of the scale.
+__device__ __forceinline__ void weigh_column(Gathered &gathered, Scores &scores, const Values &values, int n, int column) {
+    float largest = gathered.largest[n][column];
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) {
+        const float score = scores[i / 2][n][2 * (i % 2) + column];
+        largest = fmaxf(largest, KV_SCALED ? score + exponent_of(row_scale(values.scales, i)) : score);
+    }
+#pragma unroll
+    for (int distance = 4; distance < WARP; distance *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    const float shrink = exp2_fast(gathered.largest[n][column] - largest);
+    gathered.largest[n][column] = largest;
+    gathered.sum[n][column] *= shrink;
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) {
+        float &score = scores[i / 2][n][2 * (i % 2) + column];
+        const float weight = exp2_fast(score - largest);
+        gathered.sum[n][column] += weight;
+        score = KV_SCALED ? weight * row_scale(values.scales, i) : weight;
+    }
+#pragma unroll
+    for (int tile = 0; tile < OUTPUT_TILES; tile++) {
+        gathered.output[tile][n][column] *= shrink;
+        gathered.output[tile][n][column + 2] *= shrink;
+    }
+}
+
+// The B fragments of P^T.
 __device__ __forceinline__ void weigh(Gathered &gathered, uint32 (&weights)[TILES][HEAD_TILES][2], Scores &scores, const Values &values) {
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++) {
-#pragma unroll
-        for (int column = 0; column < 2; column++) {
-            float largest = gathered.largest[n][column];
-#pragma unroll
-            for (int i = 0; i < 2 * TILES; i++) {
-                const float score = scores[i / 2][n][2 * (i % 2) + column];
-                largest = fmaxf(largest, KV_SCALED ? score + exponent_of(row_scale(values.scales, i)) : score);
-            }
-#pragma unroll
-            for (int distance = 4; distance < WARP; distance *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-            const float shrink = exp2_fast(gathered.largest[n][column] - largest);
-            gathered.largest[n][column] = largest;
-            gathered.sum[n][column] *= shrink;
-#pragma unroll
-            for (int i = 0; i < 2 * TILES; i++) {
-                float &score = scores[i / 2][n][2 * (i % 2) + column];
-                const float weight = exp2_fast(score - largest);
-                gathered.sum[n][column] += weight;
-                score = KV_SCALED ? weight * row_scale(values.scales, i) : weight;
-            }
-#pragma unroll
-            for (int tile = 0; tile < OUTPUT_TILES; tile++) {
-                gathered.output[tile][n][column] *= shrink;
-                gathered.output[tile][n][column + 2] *= shrink;
-            }
-        }
+        weigh_column(gathered, scores, values, n, 0);
+        weigh_column(gathered, scores, values, n, 1);
 #pragma unroll
         for (int i = 0; i < 2 * TILES; i++) {
             const float (&score)[4] = scores[i / 2][n];
@@ -394,189 +420,194 @@ __device__ __forceinline__ void multiply_values(Gathered &gathered, const uint32
     }
 }
 
-// A warp's share of an item. K and V of its next tiles are on their way while it computes.
-__device__ __forceinline__ void attend(Gathered &gathered, const Queries &queries, const Arguments &arguments, const Item &item) {
-    const int value_offset = arguments.num_kv_heads * plane_bytes(arguments.block_size, D);
-    int token = item.begin + threadIdx.x / WARP * STEP;
-    if (token >= item.end) return;
-    Tile tiles[TILES];
-    Keys keys;
-    Values values;
-    find_tiles(tiles, arguments, item, token);
-    load_keys(keys, tiles);
-    load_values(values, tiles, value_offset);
-    while (true) {
+// A warp's steps of an item, of which the first is in `keys` and `values`, or on its way there. Leaves the first of
+// `next` there: as soon as a step's K or V is consumed, that of the step after it is asked for.
+__device__ __forceinline__ void attend(Gathered &gathered, Keys &keys, Values &values, const Queries &queries, const Arguments &arguments, const Item &item, const Item &next) {
+    if (first_token(item) >= item.end) load_first(keys, values, arguments, next);
+#pragma unroll 1
+    for (int token = first_token(item); token < item.end; token += STRIDE) {
         const int remaining = item.end - token;
-        const bool more = remaining > WARPS * STEP;
-        if (more) find_tiles(tiles, arguments, item, token + WARPS * STEP);
+        const bool goes_on = remaining > STRIDE;
+        const int ahead = goes_on ? token + STRIDE : first_token(next), end = goes_on ? item.end : next.end;
+        const bool loads = ahead < end;
+        Tile tiles[TILES];
+        if (loads) find_tiles(tiles, arguments, goes_on ? item.sequence : next.sequence, goes_on ? item.kv_head : next.kv_head, ahead, end);
         Scores scores;
         find_scores(scores, queries, keys);
         if (remaining < STEP) mask_scores(scores, values, remaining);
-        if (more) load_keys(keys, tiles);
+        if (loads) load_keys(keys, tiles);
         uint32 weights[TILES][HEAD_TILES][2];
         weigh(gathered, weights, scores, values);
         if (remaining < STEP) mask_values(values, remaining);
         multiply_values(gathered, weights, values);
-        if (!more) return;
-        load_values(values, tiles, value_offset);
-        token += WARPS * STEP;
+        if (loads) load_values(values, tiles, value_offset(arguments));
     }
 }
 
-// ---- Merging warps and splits ---------------------------------------------------------------------------------------
+// ---- Merging --------------------------------------------------------------------------------------------------------
 
-struct Shared {
-    float largest[WARPS][HEADS], sum[WARPS][HEADS];
-    alignas(16) float output[WARPS][HEADS][D + 4];  // + 4 spreads the heads over the banks
-    bool is_last;
+// Of one head, attention over some of the tokens: 4 dimensions of the output, and the sum of weights, relative to the
+// largest score.
+struct Part {
+    float4 output;
+    float2 statistics;  // largest, sum
 };
 
-struct Workspace {
-    float *partials;     // [slots, HEADS, D], relative to the split's largest score
-    float2 *statistics;  // [slots, HEADS]: largest score, sum
-    int *counters;       // [batch, groups]: splits that have ended
-};
-
-// Everybody's part goes to shared memory, relative to the largest score of all warps.
-__device__ __forceinline__ void share(Shared &shared, Gathered &gathered) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+template <int COUNT> __device__ __forceinline__ Part merge(const Part (&parts)[COUNT]) {
+    Part merged = {{0.f, 0.f, 0.f, 0.f}, {LOWEST, 0.f}};
 #pragma unroll
-    for (int i = 0; i < 2 * HEAD_TILES; i++) {
-        float &sum = gathered.sum[i / 2][i % 2];
+    for (int i = 0; i < COUNT; i++) merged.statistics.x = fmaxf(merged.statistics.x, parts[i].statistics.x);
 #pragma unroll
-        for (int distance = 4; distance < WARP; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-        const int head = i / 2 * 8 + 2 * t + i % 2;
-        if (g == 0) shared.largest[warp][head] = gathered.largest[i / 2][i % 2], shared.sum[warp][head] = sum;
+    for (int i = 0; i < COUNT; i++) {
+        const float shrink = exp2_fast(parts[i].statistics.x - merged.statistics.x);
+        merged.statistics.y += shrink * parts[i].statistics.y;
+        merged.output.x += shrink * parts[i].output.x, merged.output.y += shrink * parts[i].output.y;
+        merged.output.z += shrink * parts[i].output.z, merged.output.w += shrink * parts[i].output.w;
     }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2 * HEAD_TILES; i++) {
-        const int head = i / 2 * 8 + 2 * t + i % 2;
-        float largest = LOWEST;
-#pragma unroll
-        for (int other = 0; other < WARPS; other++) largest = fmaxf(largest, shared.largest[other][head]);
-        const float shrink = exp2_fast(gathered.largest[i / 2][i % 2] - largest);
-#pragma unroll
-        for (int tile = 0; tile < OUTPUT_TILES; tile += 2) {  // 4 neighbouring dimensions
-            const float (&low)[4] = gathered.output[tile][i / 2], (&high)[4] = gathered.output[tile + 1][i / 2];
-            const int piece = 2 * tile / VALUE_RUN, inside = 2 * tile % VALUE_RUN;
-            *reinterpret_cast<float4 *>(&shared.output[warp][head][(8 * piece + g) * VALUE_RUN + inside]) =
-                make_float4(low[i % 2] * shrink, low[i % 2 + 2] * shrink, high[i % 2] * shrink, high[i % 2 + 2] * shrink);
-        }
-    }
-    __syncthreads();
-}
-
-__device__ __forceinline__ float2 merge_statistics(const Shared &shared, int head) {
-    float2 merged = {LOWEST, 0.f};
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) merged.x = fmaxf(merged.x, shared.largest[warp][head]);
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) merged.y += exp2_fast(shared.largest[warp][head] - merged.x) * shared.sum[warp][head];
     return merged;
 }
 
 // No token, no weight: zeros. A sum that is NaN stays NaN.
-__device__ __forceinline__ float inverse_of(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
+__device__ __forceinline__ void store_output(const Arguments &arguments, const Item &item, int head, int dim, const Part &part) {
+    const float inverse = part.statistics.y == 0.f ? 0.f : 1.f / part.statistics.y;
+    const Activation values[4] = {from_float<Activation>(part.output.x * inverse), from_float<Activation>(part.output.y * inverse),
+                                  from_float<Activation>(part.output.z * inverse), from_float<Activation>(part.output.w * inverse)};
+    const size_t row = static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head + head;
+    *reinterpret_cast<uint2 *>(arguments.out + row * D + dim) = reinterpret_cast<const uint2 &>(values);
+}
 
-// The item's result from its warps' parts, as output or, for one split of several, as a partial.
-__device__ __forceinline__ void finish_item(const Shared &shared, const Workspace &workspace, Activation *out, const Item &item) {
+__device__ __forceinline__ void store_partial(const Arguments &arguments, int slot, int head, int dim, const Part &part) {
+    const size_t row = static_cast<size_t>(slot) * HEADS + head;
+    *reinterpret_cast<float4 *>(arguments.partials + row * D + dim) = part.output;
+    if (dim == 0) arguments.statistics[row] = part.statistics;
+}
+
+// Past L1, which knows nothing of other blocks' writes.
+__device__ __forceinline__ Part load_partial(const Arguments &arguments, int slot, int head, int dim) {
+    const size_t row = static_cast<size_t>(slot) * HEADS + head;
+    return {__ldcg(reinterpret_cast<const float4 *>(arguments.partials + row * D + dim)), __ldcg(arguments.statistics + row)};
+}
+
+struct Shared {
+    float2 statistics[WARPS][HEADS];
+    alignas(16) float output[WARPS][HEADS][D + 4];  // + 4 spreads the heads over the banks
+    bool is_last;
+};
+
+__device__ __forceinline__ void share(Shared &shared, Gathered &gathered) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    __syncthreads();  // the item before has been read
+#pragma unroll
+    for (int i = 0; i < 2 * HEAD_TILES; i++) {
+        const int n = i / 2, column = i % 2, head = 8 * n + 2 * t + column;
+        float sum = gathered.sum[n][column];
+#pragma unroll
+        for (int distance = 4; distance < WARP; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        if (g == 0) shared.statistics[warp][head] = make_float2(gathered.largest[n][column], sum);
+#pragma unroll
+        for (int tile = 0; tile < OUTPUT_TILES; tile += 2) {  // 4 neighbouring dimensions
+            const float (&low)[4] = gathered.output[tile][n], (&high)[4] = gathered.output[tile + 1][n];
+            const int piece = 2 * tile / VALUE_RUN, inside = 2 * tile % VALUE_RUN;
+            *reinterpret_cast<float4 *>(&shared.output[warp][head][(8 * piece + g) * VALUE_RUN + inside]) =
+                make_float4(low[column], low[column + 2], high[column], high[column + 2]);
+        }
+    }
+    __syncthreads();
+}
+
+// The item's result from its warps' parts: output, or for one split of several a partial.
+__device__ __forceinline__ void merge_warps(const Shared &shared, const Arguments &arguments, const Item &item) {
     for (int unit = threadIdx.x; unit < item.heads * D / 4; unit += THREADS) {
         const int head = unit / (D / 4), dim = unit % (D / 4) * 4;
-        float4 value = {0.f, 0.f, 0.f, 0.f};
+        Part parts[WARPS];
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) {
-            const float4 part = *reinterpret_cast<const float4 *>(&shared.output[warp][head][dim]);
-            value.x += part.x, value.y += part.y, value.z += part.z, value.w += part.w;
+        for (int warp = 0; warp < WARPS; warp++)
+            parts[warp] = {*reinterpret_cast<const float4 *>(&shared.output[warp][head][dim]), shared.statistics[warp][head]};
+        if (item.splits == 1) {
+            store_output(arguments, item, head, dim, merge(parts));
+        } else {
+            store_partial(arguments, item.slot, head, dim, merge(parts));
         }
-        const float2 statistics = merge_statistics(shared, head);
-        if (item.splits > 1) {
-            const size_t row = static_cast<size_t>(item.slot) * HEADS + head;
-            *reinterpret_cast<float4 *>(workspace.partials + row * D + dim) = value;
-            if (dim == 0) workspace.statistics[row] = statistics;
-            continue;
-        }
-        const float inverse = inverse_of(statistics.y);
-        Activation values[4] = {from_float<Activation>(value.x * inverse), from_float<Activation>(value.y * inverse),
-                                from_float<Activation>(value.z * inverse), from_float<Activation>(value.w * inverse)};
-        *reinterpret_cast<uint2 *>(out + head * D + dim) = reinterpret_cast<const uint2 &>(values);
     }
 }
 
-// Whether this block is the one that ends last of its sequence and group; the counter is zero again then.
-__device__ __forceinline__ bool ends_last(Shared &shared, const Workspace &workspace, const Item &item) {
-    __threadfence();
+// Whether this block is the last of `count` to come here with `counter`, which is zero again then. What the others wrote
+// before is visible to the last one.
+__device__ __forceinline__ bool comes_last(Shared &shared, int *counter, int count) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        int *counter = workspace.counters + item.sequence * item.groups + item.group;
-        shared.is_last = atomicAdd(counter, 1) == item.splits - 1;
+        int before;
+        asm volatile("atom.global.add.acq_rel.gpu.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+        shared.is_last = before == count - 1;
         if (shared.is_last) *counter = 0;
     }
     __syncthreads();
-    __threadfence();
     return shared.is_last;
 }
 
-// The output of all splits, in their order: a warp per head, 32 neighbouring dimensions at a time.
-__device__ __forceinline__ void merge_splits(const Workspace &workspace, Activation *out, const Item &item) {
-    const int lane = threadIdx.x % WARP;
-    for (int head = threadIdx.x / WARP; head < item.heads; head += WARPS) {
-        const size_t first_row = static_cast<size_t>(item.slot - item.split * item.groups) * HEADS + head, stride = item.groups * HEADS;
-        float largest = LOWEST, sum = 0.f, value[D / WARP] = {};
-        for (int split = lane; split < item.splits; split += WARP)
-            largest = fmaxf(largest, __ldcg(workspace.statistics + first_row + split * stride).x);
-        largest = warp_max(largest);
-#pragma unroll 4
-        for (int split = 0; split < item.splits; split++) {
-            const size_t row = first_row + split * stride;
-            const float2 statistics = __ldcg(workspace.statistics + row);
-            const float shrink = exp2_fast(statistics.x - largest);
-            sum += shrink * statistics.y;
+// From a split's partial up the tree to the output. A node's partial lies in the slot of its first split; the counter of
+// a node of level l is that of the l-th split after it, which no other node counts with.
+__device__ __forceinline__ void merge_splits(Shared &shared, const Arguments &arguments, const Item &item) {
+    const int slot_of_sequence = item.slot - item.split * item.groups;
+#pragma unroll 1
+    for (int level = 1, reach = 1; reach < item.splits; level++, reach *= FAN) {
+        const int first = item.split / (reach * FAN) * (reach * FAN);
+        const int children = min(FAN, ceil_divide(item.splits - first, reach));
+        if (children == 1) continue;
+        const int slot = slot_of_sequence + first * item.groups;
+        if (!comes_last(shared, arguments.counters + slot + level * item.groups, children)) return;
+        for (int unit = threadIdx.x; unit < item.heads * D / 4; unit += THREADS) {
+            const int head = unit / (D / 4), dim = unit % (D / 4) * 4;
+            Part parts[FAN];
 #pragma unroll
-            for (int i = 0; i < D / WARP; i++) value[i] += shrink * __ldcg(workspace.partials + row * D + WARP * i + lane);
+            for (int i = 0; i < FAN; i++) {
+                parts[i] = {{0.f, 0.f, 0.f, 0.f}, {LOWEST, 0.f}};
+                if (i < children) parts[i] = load_partial(arguments, slot + i * reach * item.groups, head, dim);
+            }
+            if (reach * FAN >= item.splits) {
+                store_output(arguments, item, head, dim, merge(parts));
+            } else {
+                store_partial(arguments, slot, head, dim, merge(parts));
+            }
         }
-        const float inverse = inverse_of(sum);
-#pragma unroll
-        for (int i = 0; i < D / WARP; i++) out[head * D + WARP * i + lane] = from_float<Activation>(value[i] * inverse);
     }
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void compute_item(Shared &shared, const Activation *q, const Arguments &arguments, const Workspace &workspace, Activation *out, const Item &item, float scale) {
+__device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments, const Item &item, const Item &next) {
     Queries queries;
-    load_queries(queries, q, arguments, item, scale);
+    load_queries(queries, arguments, item);
     Gathered gathered = {};
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; i++) gathered.largest[i / 2][i % 2] = LOWEST;
-    attend(gathered, queries, arguments, item);
+    attend(gathered, keys, values, queries, arguments, item, next);
     share(shared, gathered);
-    Activation *item_out = out + (static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head) * D;
-    finish_item(shared, workspace, item_out, item);
-    if (item.splits > 1 && ends_last(shared, workspace, item)) merge_splits(workspace, item_out, item);
-    __syncthreads();  // before the next item writes to shared memory
+    merge_warps(shared, arguments, item);
+    if (item.splits > 1) merge_splits(shared, arguments, item);
 }
 
-// q [batch, num_heads, D], out alike; block_tables [batch, max_blocks]; scale includes log2(e).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *context_lens, const int *plan,
                  float *partials, float2 *statistics, int *counters, Activation *out, int batch, int max_blocks, int num_heads,
                  int num_kv_heads, int block_size, int block_bytes, int layer_offset, float scale) {
     let_next_kernel_start();
-    const Arguments arguments = {pool, block_tables, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset};
-    const Workspace workspace = {partials, statistics, counters};
+    const Arguments arguments = {q, pool, block_tables, context_lens, plan, partials, statistics, counters, out, batch, max_blocks,
+                                 num_heads, num_kv_heads, block_size, block_bytes, layer_offset, scale};
     __shared__ Shared shared;
-    const int items = plan[1 + batch] * count_groups(arguments);
+    const int items = count_items(arguments);
     int index = blockIdx.x;
-    Item item;
-    if (index < items) {
-        item = find_item(arguments, plan, context_lens, batch, index);
-        prefetch_first(arguments, item);
-    }
+    Item item = find_item(arguments, index, items);
+    prefetch_first(arguments, item);
     wait_for_previous_kernel();
+    Keys keys;
+    Values values;
+    load_first(keys, values, arguments, item);
+#pragma unroll 1
     while (index < items) {
-        compute_item(shared, q, arguments, workspace, out, item, scale);
         index += gridDim.x;
-        if (index < items) item = find_item(arguments, plan, context_lens, batch, index);
+        const Item next = find_item(arguments, index, items);
+        compute_item(shared, keys, values, arguments, item, next);
+        item = next;
     }
 }

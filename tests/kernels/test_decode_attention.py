@@ -115,13 +115,15 @@ def make_splits(case: Case, split_tokens: int | None = None, deterministic: bool
         plan = splits.plan_for(lengths)
     else:
         plan = plan_splits(lengths, splits.groups, splits.blocks, split_tokens)
-        slots = int(plan[-1]) * splits.groups
+        slots = int(plan[1 + len(lengths)]) * splits.groups
         splits = dataclasses.replace(
             splits,
+            plan=splits.plan.new_zeros(len(plan)),
             partials=splits.partials.new_empty(slots, *splits.partials.shape[1:]),
             statistics=splits.statistics.new_empty(slots, *splits.statistics.shape[1:]),
+            counters=splits.counters.new_zeros(slots),
         )
-    assert plan[-1] * splits.groups <= len(splits.partials)
+    assert len(plan) <= len(splits.plan)
     splits.plan[: len(plan)] = torch.from_numpy(plan).cuda()
     splits.partials.fill_(float("nan"))
     splits.statistics.fill_(float("nan"))
@@ -154,22 +156,27 @@ def assert_close(out: Tensor, reference: Tensor, dtype: torch.dtype, kv_format: 
 )
 def test_plan_covers_every_token(lengths: list[int]) -> None:
     plan = plan_splits(np.array(lengths), groups=2, blocks=396)
-    splits = np.diff(plan[1:])
-    assert plan.dtype == np.int32 and plan[1] == 0
-    assert np.array_equal(splits, [max(1, -(-length // int(plan[0]))) for length in lengths])
-    assert plan[-1] * 2 <= len(lengths) * 2 + 2 * 396
+    splits = [max(1, -(-length // int(plan[0]))) for length in lengths]
+    starts = plan[1 : len(lengths) + 2]
+    assert plan.dtype == np.int32 and starts[0] == 0
+    assert np.diff(starts).tolist() == splits
+    assert plan[len(lengths) + 2 :].tolist() == [row for row, count in enumerate(splits) for _ in range(count)]
+    assert sum(splits) * 2 <= len(lengths) * 2 + 2 * 396
 
 
 def test_plan_splits_what_would_leave_blocks_idle() -> None:
-    assert plan_splits(np.array([100]), 2, 396)[-1] == 1
-    assert plan_splits(np.array([8192] * 32), 2, 396)[-1] == 32 * 6
-    assert plan_splits(np.array([32768]), 2, 396)[-1] > 16
-    assert np.diff(plan_splits(np.array([128] * 300 + [32768]), 2, 396)[1:])[-1] > 8
+    def splits(lengths: list[int]) -> list[int]:
+        return np.diff(plan_splits(np.array(lengths), 2, 396)[1 : len(lengths) + 2]).tolist()
+
+    assert splits([100]) == [1]
+    assert splits([8192] * 32) == [6] * 32
+    assert splits([32768])[0] > 16
+    assert splits([128] * 300 + [32768])[-1] > 8
 
 
 def test_plan_with_fixed_splits_depends_on_the_sequence_alone() -> None:
-    plan = plan_splits(np.array([0, 512, 513, 5000]), 2, 396, DETERMINISTIC_SPLIT)
-    assert plan.tolist() == [512, 0, 1, 2, 4, 14]
+    plan = plan_splits(np.array([0, 512, 513, 1200]), 2, 396, DETERMINISTIC_SPLIT)
+    assert plan.tolist() == [512, 0, 1, 2, 4, 7, 0, 1, 2, 2, 3, 3, 3]
 
 
 def test_a_number_of_heads_that_is_no_multiple_is_refused() -> None:
@@ -367,4 +374,4 @@ def test_arguments_are_refused_by_name() -> None:
     refuse("block_tables is torch.int64", block_tables=case.block_tables.long())
     refuse("context_lens has shape", context_lens=case.context_lens[:1])
     refuse("out is torch.bfloat16", out=out.bfloat16())
-    refuse("another number of heads", q=case.q[:, :8].contiguous(), out=out[:, :1024].contiguous())
+    refuse("another number of heads", q=case.q.repeat(1, 2, 1), out=out.repeat(1, 2))
