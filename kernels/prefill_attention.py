@@ -1,11 +1,12 @@
 """Causal attention of prompt chunks over the paged pool, every KV format.
 
-Owns: `paged_prefill` and its plain-torch reference, the choice of tile for head dimension and GPU, `PrefillSplits`.
-Does not know: how K and V came into the pool, who schedules chunks.
+Owns: `paged_prefill`, which picks the kernel; the one for all architectures, `paged_prefill_mma`, with its choice of
+tile and its `PrefillSplits`; the plain-torch reference. Does not know: how K and V came into the pool, who schedules
+chunks.
 
-Products take fp16 operands (bf16 ones from a bf16 pool; q is converted when it differs) and sum in fp32. A token's
-result depends on its chunk, on the batch and on `splits` only through rounding: the order of its sum, and the power of
-two that the softmax is relative to. Whoever needs more than that sends tokens through `decode_attention`.
+Products take fp16 operands (bf16 ones from a bf16 pool): q and int8 values are rounded to them; sums are fp32. A
+token's result depends on its chunk, on the batch and on `splits` only through rounding: the order of its sum, and the
+power of two that the softmax is relative to. Whoever needs more sends tokens through `decode_attention`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -20,13 +22,18 @@ from torch import Tensor
 from .checks import ACTIVATIONS, check_tensor
 from .errors import KernelArgumentError
 from .loader import ARCHITECTURES, device_architecture, load, variants
-from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
+from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat
+from .prefill_attention_hopper import paged_prefill_hopper, supports
 
 _WARP = 32
 _MERGED_ROWS = 4
 _ASSIGNMENT_BYTES = 128  # as in the .cu
-_LARGE_SHARED = ("sm_80", "sm_90a", "sm_100")
-"""Architectures with 160 KiB of shared memory and more in a multiprocessor; others have 100."""
+_HOPPER_QUERIES = 128  # of a tile there; chunks below leave it half empty
+_STEPS_OF_A_SHARE = 4  # of a tile's keys, at least
+_COST_OF_A_SHARE = 0.02  # of the time for a tile's keys: writing and merging its part
+_SPLIT_ROWS = 512  # parts of query rows that `PrefillSplits` holds per multiprocessor
+_SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90a": 228, "sm_100": 228, "sm_120": 100}
+"""Shared memory of a multiprocessor, of which each block on it costs one KiB more than it asks for."""
 
 
 @dataclass(frozen=True)
@@ -51,60 +58,69 @@ class _Tile:
             "BLOCKS_PER_SM": self.blocks,
         }
 
-    def shared_bytes(self, pages_format: str, head_dim: int) -> int:
+    def shared_bytes(self, page_format: PageFormat, head_dim: int) -> int:
         """As in the .cu: the queries, and K and V twice, or once as they are stored and once converted."""
         row = head_dim * 2
-        second = {"fp16": row, "bf16": row, "int8": head_dim + 2}.get(pages_format, head_dim)
+        second = {"fp16": row, "bf16": row, "int8": head_dim + 2}.get(page_format, head_dim)
         return _ASSIGNMENT_BYTES + self.rows * row + 2 * self.keys * (row + second)
 
 
-_TILES = {
-    "large": {
-        64: _Tile(4, 32, 64, 2),
-        96: _Tile(4, 32, 64, 2),
-        128: _Tile(4, 32, 48, 2),
-        256: _Tile(8, 16, 32, 1),
-    },
-    "small": {
-        64: _Tile(4, 32, 64, 2),
-        96: _Tile(4, 32, 32, 2),
-        128: _Tile(4, 16, 32, 2),
-        256: _Tile(4, 16, 32, 1),
-    },
+# Best first; the first that fits into shared memory is taken. Converting one-byte formats pays off over more rows.
+_TILES_OF_TWO_BYTES = {
+    64: (_Tile(4, 32, 64, 2),),
+    96: (_Tile(4, 32, 64, 2), _Tile(4, 32, 32, 2)),
+    128: (_Tile(4, 32, 48, 2), _Tile(4, 16, 32, 2)),
+    256: (_Tile(8, 16, 64, 1), _Tile(8, 16, 32, 1), _Tile(4, 16, 32, 1)),
+}
+_TILES_OF_ONE_BYTE = _TILES_OF_TWO_BYTES | {
+    96: (_Tile(8, 32, 64, 1),),
+    128: (_Tile(8, 32, 64, 1), _Tile(4, 16, 32, 2)),
 }
 
 
-def _tile(head_dim: int, architecture: str) -> _Tile:
-    return _TILES["large" if architecture in _LARGE_SHARED else "small"][head_dim]
+@functools.cache
+def _tile(page_format: PageFormat, head_dim: int, architecture: str) -> _Tile:
+    tiles = _TILES_OF_TWO_BYTES if page_format in ("fp16", "bf16") else _TILES_OF_ONE_BYTE
+    limit = _SHARED_KIB[architecture] * 1024
+    return next(t for t in tiles[head_dim] if t.blocks * (t.shared_bytes(page_format, head_dim) + 1024) <= limit)
 
 
-VARIANTS = tuple(
-    variant
-    for architecture in ARCHITECTURES
-    for head_dim in HEAD_DIMS
-    for variant in variants(
-        "paged_prefill",
-        architectures=(architecture,),
-        ACTIVATION_BF16=(0, 1),
-        KV_FORMAT=FORMAT_NUMBERS.values(),
-        HEAD_DIM=(head_dim,),
-        **{name: (value,) for name, value in _tile(head_dim, architecture).macros.items()},
-    )
-) + variants("paged_prefill_merge", ACTIVATION_BF16=(0, 1), HEAD_DIM=HEAD_DIMS)
+VARIANTS = (
+    *(
+        variant
+        for architecture, head_dim, (page_format, number) in product(ARCHITECTURES, HEAD_DIMS, FORMAT_NUMBERS.items())
+        for variant in variants(
+            "paged_prefill",
+            architectures=(architecture,),
+            ACTIVATION_BF16=(0, 1),
+            KV_FORMAT=(number,),
+            HEAD_DIM=(head_dim,),
+            **{name: (value,) for name, value in _tile(page_format, head_dim, architecture).macros.items()},
+        )
+    ),
+    *variants("paged_prefill_merge", ACTIVATION_BF16=(0, 1), HEAD_DIM=HEAD_DIMS),
+)
 
 
 class PrefillSplits:
     """Workspace with which few queries on long contexts fill the GPU: blocks share a tile's keys, a merge follows.
 
-    One serves all layers, as launches on a stream follow each other. `parts` and `levels` are the kernel's.
+    One serves all layers, as launches on a stream follow each other. `parts` and `levels` are the kernels'.
     """
 
     def __init__(self, head_dim: int, device: torch.device) -> None:
-        tile = _tile(head_dim, device_architecture())
-        self.blocks = tile.blocks * _multiprocessors(device)
-        self.rows = self.blocks * tile.rows
+        self.rows = _SPLIT_ROWS * _multiprocessors(device)
         self.parts = torch.empty(self.rows, head_dim, dtype=torch.float32, device=device)
         self.levels = torch.empty(self.rows, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A launch: `blocks` tiles of query rows, the keys of each in `shares`."""
+
+    tile: _Tile
+    blocks: int
+    shares: int
 
 
 def paged_prefill(
@@ -119,45 +135,78 @@ def paged_prefill(
     their rows of out are left alone. H is any multiple of the pool's KV heads. Sequences with many keys are best put
     first. Raises KernelArgumentError.
     """
-    tokens, num_heads, head_dim, sequences = _check(q, pages, layer, block_tables, query_starts, context_lens, out)
-    if max_context > block_tables.shape[1] * pages.block_size:
-        raise KernelArgumentError(
-            f"max_context is {max_context}; block_tables holds {block_tables.shape[1]} blocks of {pages.block_size}"
-        )
-    if tokens == 0 or sequences == 0:
+    _check(q, pages, layer, block_tables, query_starts, context_lens, max_context, out, splits)
+    plan = _plan(q, pages, len(context_lens), max_queries, max_context, splits)
+    arguments = (q, pages, layer, block_tables, query_starts, context_lens)
+    if _suits_hopper(q, pages, max_queries, plan):
+        paged_prefill_hopper(*arguments, max_queries, max_context, out)
+    else:
+        _launch(plan, *arguments, out, splits)
+
+
+def paged_prefill_mma(
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor,
+    max_queries: int, max_context: int, out: Tensor, splits: PrefillSplits | None = None,
+) -> None:  # fmt: skip
+    """`paged_prefill` by the kernel that every architecture has."""
+    _check(q, pages, layer, block_tables, query_starts, context_lens, max_context, out, splits)
+    plan = _plan(q, pages, len(context_lens), max_queries, max_context, splits)
+    _launch(plan, q, pages, layer, block_tables, query_starts, context_lens, out, splits)
+
+
+def _suits_hopper(q: Tensor, pages: KVPages, max_queries: int, plan: _Plan) -> bool:
+    """Its tiles are full, and it needs no splits that it does not have."""
+    fills_gpu = q.shape[0] * q.shape[1] >= _HOPPER_QUERIES * _multiprocessors(q.device)
+    return max_queries >= _HOPPER_QUERIES and (fills_gpu or plan.shares == 1) and supports(pages, q.shape[1], q.dtype)
+
+
+def _launch(
+    plan: _Plan, q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor,
+    context_lens: Tensor, out: Tensor, splits: PrefillSplits | None,
+) -> None:  # fmt: skip
+    if not plan.blocks:
         return
-    tile, ratio = _tile(head_dim, device_architecture()), num_heads // pages.num_kv_heads
-    tiles = min(tokens * ratio // tile.rows + sequences, sequences * math.ceil(max_queries * ratio / tile.rows))
-    blocks = tiles * pages.num_kv_heads
-    shares = _shares(splits, blocks, tokens * num_heads, math.ceil(max_context / tile.keys))
-    activation_bf16 = int(q.dtype is torch.bfloat16)
+    tokens, num_heads, head_dim = q.shape
+    activation_bf16, sequences = int(q.dtype is torch.bfloat16), len(context_lens)
     kernel = load(
         "paged_prefill", ACTIVATION_BF16=activation_bf16, KV_FORMAT=FORMAT_NUMBERS[pages.format], HEAD_DIM=head_dim,
-        **tile.macros,
+        **plan.tile.macros,
     )  # fmt: skip
     parts, levels = (splits.parts, splits.levels) if splits else (None, None)
     kernel.launch(
-        (blocks, shares), tile.warps * _WARP,
+        (plan.blocks, plan.shares), plan.tile.warps * _WARP,
         [
             q, pages.pool, block_tables, query_starts, context_lens, out, parts, levels,
             tokens, sequences, num_heads, pages.num_kv_heads, pages.block_size, block_tables.shape[1],
             pages.block_bytes, pages.layer_offset(layer), math.log2(math.e) / math.sqrt(head_dim),
         ],
-        tile.shared_bytes(pages.format, head_dim),
+        plan.tile.shared_bytes(pages.format, head_dim),
     )  # fmt: skip
-    if shares > 1:
+    if plan.shares > 1:
         merge = load("paged_prefill_merge", ACTIVATION_BF16=activation_bf16, HEAD_DIM=head_dim)
         merge.launch(
             (math.ceil(tokens * num_heads / _MERGED_ROWS),), (head_dim // 4, _MERGED_ROWS),
-            [parts, levels, query_starts, out, sequences, tokens, num_heads, shares],
+            [parts, levels, query_starts, out, sequences, tokens, num_heads, plan.shares],
         )  # fmt: skip
 
 
-def _shares(splits: PrefillSplits | None, blocks: int, rows: int, steps: int) -> int:
-    """Among how many blocks a tile's keys are divided: as many as fill the GPU, each with 4 steps or more."""
-    if splits is None:
-        return 1
-    return max(1, min(splits.blocks // blocks, splits.rows // rows, steps // 4))
+def _plan(
+    q: Tensor, pages: KVPages, sequences: int, max_queries: int, max_context: int, splits: PrefillSplits | None
+) -> _Plan:
+    tokens, num_heads, head_dim = q.shape
+    tile, ratio = _tile(pages.format, head_dim, device_architecture()), num_heads // pages.num_kv_heads
+    tiles = min(tokens * ratio // tile.rows + sequences, sequences * math.ceil(max_queries * ratio / tile.rows))
+    blocks = tiles * pages.num_kv_heads if tokens else 0
+    if splits is None or not blocks:
+        return _Plan(tile, blocks, 1)
+    most = min(splits.rows // (tokens * num_heads), math.ceil(max_context / tile.keys) // _STEPS_OF_A_SHARE)
+    return _Plan(tile, blocks, _shares(blocks, tile.blocks * _multiprocessors(q.device), most))
+
+
+@functools.lru_cache(maxsize=256)
+def _shares(blocks: int, at_once: int, most: int) -> int:
+    """Among how many blocks each tile's keys are divided: what takes the least time, in units of a tile's."""
+    return min(range(1, max(most, 1) + 1), key=lambda n: math.ceil(blocks * n / at_once) / n + _COST_OF_A_SHARE * n)
 
 
 @functools.cache
@@ -166,9 +215,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _check(
-    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, out: Tensor
-) -> tuple[int, int, int, int]:
-    """T, H, D and S."""
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor,
+    max_context: int, out: Tensor, splits: PrefillSplits | None,
+) -> None:  # fmt: skip
     check_tensor("q", q, ACTIVATIONS, [("T", None), ("H", None), ("D", pages.head_dim)])
     tokens, num_heads, head_dim = q.shape
     if num_heads % pages.num_kv_heads:
@@ -179,8 +228,13 @@ def _check(
     sequences = context_lens.shape[0]
     check_tensor("query_starts", query_starts, torch.int32, [("S+1", sequences + 1)], alignment=4)
     check_tensor("block_tables", block_tables, torch.int32, [("S", sequences), ("max_blocks", None)], alignment=4)
+    if max_context > block_tables.shape[1] * pages.block_size:
+        raise KernelArgumentError(
+            f"max_context is {max_context}; block_tables holds {block_tables.shape[1]} blocks of {pages.block_size}"
+        )
     check_tensor("out", out, q.dtype, [("T", tokens), ("H*D", num_heads * head_dim)])
-    return tokens, num_heads, head_dim, sequences
+    if splits is not None and splits.parts.shape[1] != head_dim:
+        raise KernelArgumentError(f"splits are for head_dim {splits.parts.shape[1]}; q has {head_dim}")
 
 
 _STORED = {

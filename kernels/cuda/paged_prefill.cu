@@ -63,7 +63,7 @@ struct Planes {
     Divider block_size;
     const uint8 *first_block;
     const int *block_table;
-    int block_bytes, to_values;  // to_values: bytes from a K plane to its V plane
+    int block_bytes, to_values;  // from a block to the next, from a K plane to its V plane
 
     // The K plane that key lies in, and the key's place in it.
     __device__ const uint8 *find(uint32 key, uint32 &token) const {
@@ -83,21 +83,23 @@ struct alignas(128) Assignment {
 // Tiles in shared memory are rows of 16-byte chunks, shuffled so that 8 rows of a column of chunks use all banks.
 constexpr int SHUFFLED = COLUMN_TILES % 8 == 0 ? 8 : 4;
 __device__ __forceinline__ uint32 shuffle_of(uint32 row) { return SHUFFLED == 8 ? row % 8 : row / 2 % 4; }
-__device__ __forceinline__ uint32 place(uint32 row, uint32 chunk) { return row * ROW_BYTES + (chunk ^ shuffle_of(row)) * 16; }
+__device__ __forceinline__ uint32 place(uint32 row, uint32 chunk) {
+    return row * ROW_BYTES + (chunk ^ shuffle_of(row)) * 16;
+}
 
-// The lane, read anew at every call: addresses that follow from it are computed again where they are used, rather than
+// The thread, read anew at every call: addresses that follow from it are computed again where they are used, rather than
 // kept in registers.
-__device__ __forceinline__ int lane_now() {
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane;
+__device__ __forceinline__ uint32 thread_now() {
+    uint32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
 }
 
 // Where a lane finds its row for ldmatrix: chunk 2 * step + half of its row, and of those `rows` (multiples of 8) below.
 struct LaneRow {
     const uint8 *start;
-    int twist;
-    __device__ LaneRow(const uint8 *tile, int row, int half)
+    uint32 twist;
+    __device__ LaneRow(const uint8 *tile, uint32 row, uint32 half)
         : start(tile + row * ROW_BYTES), twist(half ^ shuffle_of(row)) {}
     __device__ const uint8 *at(int rows, int step) const {
         const int chunk = 2 * step;
@@ -107,9 +109,8 @@ struct LaneRow {
 
 // Copies 16 bytes to shared memory without waiting; those from `bytes` on become zero.
 __device__ __forceinline__ void copy_async(uint8 *to, const uint8 *from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32>(__cvta_generic_to_shared(to))),
-                 "l"(from), "r"(bytes)
-                 : "memory");
+    const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -252,6 +253,13 @@ using Scores = float[ROW_TILES][KEY_TILES][4];
 using Sums = float[ROW_TILES][COLUMN_TILES][4];
 using RowNumbers = float[ROW_TILES][2];  // of rows g and g + 8 of each 16
 
+// What a warp has of its rows so far: sums of P V, each row's maximum of scores * scale that P is relative to, and each
+// lane's part of the row's sum of P.
+struct Running {
+    Sums sums;
+    RowNumbers maxima, weights;
+};
+
 // scores += A B^T for a tile of ROWS_PER_WARP rows and one of KEYS rows, both HEAD_DIM wide. Terms add up: a further
 // product of such tiles is a further call.
 __device__ __forceinline__ void add_scores(Scores &scores, const LaneRow &a_rows, const LaneRow &b_rows) {
@@ -322,29 +330,28 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// Raises the maxima (of scores * scale) to those of this step and scales what is summed so far to fit.
-__device__ __forceinline__ void raise(RowNumbers &maxima, RowNumbers &weights, Sums &sums, const RowNumbers &found) {
+// Raises the maxima to those `found` in this step, and scales what is summed so far to fit.
+__device__ __forceinline__ void raise(Running &running, const RowNumbers &found) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float raised = fmaxf(maxima[m][half], found[m][half]);
+            float raised = fmaxf(running.maxima[m][half], found[m][half]);
             raised = fmaxf(raised, __shfl_xor_sync(0xffffffffu, raised, 1));
             raised = fmaxf(raised, __shfl_xor_sync(0xffffffffu, raised, 2));
-            const float factor = exp2_fast(maxima[m][half] - raised);
-            maxima[m][half] = raised;
-            weights[m][half] *= factor;
+            const float factor = exp2_fast(running.maxima[m][half] - raised);
+            running.maxima[m][half] = raised;
+            running.weights[m][half] *= factor;
 #pragma unroll
             for (int n = 0; n < COLUMN_TILES; n++) {
-                sums[m][n][2 * half] *= factor;
-                sums[m][n][2 * half + 1] *= factor;
+                running.sums[m][n][2 * half] *= factor;
+                running.sums[m][n][2 * half + 1] *= factor;
             }
         }
 }
 
-// Scores become P = 2^(score * scale - maximum), and weights, each lane's part of a row's sum, grow by it.
-__device__ __forceinline__ void
-soften(Scores &scores, RowNumbers &maxima, RowNumbers &weights, Sums &sums, float scale) {
+// Scores become P = 2^(score * scale - maximum), and the weights grow by it.
+__device__ __forceinline__ void soften(Scores &scores, Running &running, float scale) {
     RowNumbers found;
     bool higher = false;
 #pragma unroll
@@ -356,28 +363,29 @@ soften(Scores &scores, RowNumbers &maxima, RowNumbers &weights, Sums &sums, floa
             for (int n = 0; n < KEY_TILES; n++)
                 highest = fmaxf(highest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
             found[m][half] = highest * scale;
-            higher |= found[m][half] > maxima[m][half] + LAG;
+            higher |= found[m][half] > running.maxima[m][half] + LAG;
         }
-    if (__any_sync(0xffffffffu, higher)) raise(maxima, weights, sums, found);
+    if (__any_sync(0xffffffffu, higher)) raise(running, found);
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
         for (int n = 0; n < KEY_TILES; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const float p = exp2_fast(fmaf(scores[m][n][e], scale, -maxima[m][e / 2]));
+                const float p = exp2_fast(fmaf(scores[m][n][e], scale, -running.maxima[m][e / 2]));
                 scores[m][n][e] = p;
-                weights[m][e / 2] += p;
+                running.weights[m][e / 2] += p;
             }
 }
 
 // All of the block's keys for the warp's rows, which begin at first_row of the tile.
-__device__ __forceinline__ void attend(Sums &sums, RowNumbers &maxima, RowNumbers &weights, uint8 *query_tile,
-                                       const Work &work, const Planes &planes, int first_row, float scale) {
+__device__ __forceinline__ void attend(Running &running, uint8 *query_tile, const Assignment &assignment, int first_row,
+                                       float scale) {
+    const Work &work = assignment.work;
+    const Planes &planes = assignment.planes;
     uint8 *const tiles = query_tile + ROWS * ROW_BYTES, *const landing = tiles + (CONVERTED ? 2 * TILE_BYTES : 0);
     constexpr int ARRIVING_BYTES = CONVERTED ? LANDING_BYTES : TILE_BYTES;
     const int end_key = work.end_key;
-    const int first_position = work.position(first_row);
     const int last_position = work.has(first_row) ? work.position(first_row + ROWS_PER_WARP - 1) : -1;
     int stage = 0;
     load_keys(landing, landing + ARRIVING_BYTES, planes, work.first_key, end_key);
@@ -397,31 +405,31 @@ __device__ __forceinline__ void attend(Sums &sums, RowNumbers &maxima, RowNumber
         }
         if (key > last_position) continue;
         Scores scores = {};
-        const int lane = lane_now();
-        const LaneRow q_rows(query_tile, first_row + lane % 16, lane / 16);
+        const uint32 thread = thread_now(), lane = thread % WARP;
+        const LaneRow q_rows(query_tile, thread / WARP * ROWS_PER_WARP + lane % 16, lane / 16);
         add_scores(scores, q_rows, LaneRow(keys, lane / 16 * 8 + lane % 8, lane / 8 % 2));
-        if (key + KEYS - 1 > first_position) mask(scores, work, first_row, key);
-        soften(scores, maxima, weights, sums, scale);
-        add_values(sums, scores, LaneRow(values, lane % 16, lane / 16));
+        if (key + KEYS - 1 > work.position(first_row)) mask(scores, work, first_row, key);
+        soften(scores, running, scale);
+        add_values(running.sums, scores, LaneRow(values, lane % 16, lane / 16));
     }
 }
 
 // The rows' results, through the warp's own part of the query tile, which has served, to `out` [T, H * HEAD_DIM].
-__device__ void write_rows(Activation *out, uint8 *tile, const Sums &sums, const RowNumbers &weights, const Work &work,
-                           int first_row, int num_heads) {
+__device__ void write_rows(Activation *out, uint8 *tile, const Running &running, const Work &work, int first_row,
+                           int num_heads) {
     const int lane = threadIdx.x % WARP;
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float inverse = 1.f / weights[m][half];
+            const float inverse = 1.f / running.weights[m][half];
 #pragma unroll
             for (int n = 0; n < COLUMN_TILES; n++) {
                 Activation *pair = reinterpret_cast<Activation *>(
                     tile + place(first_row + 16 * m + 8 * half + lane / 4, n) + lane % 4 * 4);
-                pair[0] = from_float<Activation>(sums[m][n][2 * half] * inverse);
-                pair[1] = from_float<Activation>(sums[m][n][2 * half + 1] * inverse);
+                pair[0] = from_float<Activation>(running.sums[m][n][2 * half] * inverse);
+                pair[1] = from_float<Activation>(running.sums[m][n][2 * half + 1] * inverse);
             }
         }
     __syncwarp();
@@ -434,8 +442,8 @@ __device__ void write_rows(Activation *out, uint8 *tile, const Sums &sums, const
 }
 
 // The rows' parts: `parts` fp32 [T, H, HEAD_DIM], each divided by its weight, and log2 of the weight in `levels` [T, H].
-__device__ void write_parts(float *parts, float *levels, const Sums &sums, const RowNumbers &maxima,
-                            const RowNumbers &weights, const Work &work, int first_row, int num_heads) {
+__device__ void write_parts(float *parts, float *levels, const Running &running, const Work &work, int first_row,
+                            int num_heads) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++)
@@ -444,12 +452,12 @@ __device__ void write_parts(float *parts, float *levels, const Sums &sums, const
             const int row = first_row + 16 * m + 8 * half + lane / 4;
             if (!work.has(row)) continue;
             const size_t target = work.target(row, num_heads);
-            const float weight = weights[m][half], inverse = weight == 0.f ? 0.f : 1.f / weight;
-            if (lane % 4 == 0) levels[target] = maxima[m][half] + log2f(weight);
+            const float weight = running.weights[m][half], inverse = weight == 0.f ? 0.f : 1.f / weight;
+            if (lane % 4 == 0) levels[target] = running.maxima[m][half] + log2f(weight);
 #pragma unroll
             for (int n = 0; n < COLUMN_TILES; n++)
                 *reinterpret_cast<float2 *>(parts + target * HEAD_DIM + 8 * n + lane % 4 * 2) =
-                    make_float2(sums[m][n][2 * half] * inverse, sums[m][n][2 * half + 1] * inverse);
+                    make_float2(running.sums[m][n][2 * half] * inverse, running.sums[m][n][2 * half + 1] * inverse);
         }
 }
 
@@ -479,25 +487,24 @@ paged_prefill(const Activation *q, const uint8 *pool, const int *block_tables, c
     if (assignment.idle) return;
 
     const Work &work = assignment.work;
-    Sums sums = {};
-    RowNumbers maxima, weights = {};
+    Running running = {};
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) maxima[m][0] = maxima[m][1] = LOWEST;
+    for (int m = 0; m < ROW_TILES; m++) running.maxima[m][0] = running.maxima[m][1] = LOWEST;
     if (work.first_key < work.end_key) {
         load_queries(query_tile, q, work, num_heads);
-        attend(sums, maxima, weights, query_tile, work, assignment.planes, first_row, scale);
+        attend(running, query_tile, assignment, first_row, scale);
     }
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            weights[m][half] += __shfl_xor_sync(0xffffffffu, weights[m][half], 1);
-            weights[m][half] += __shfl_xor_sync(0xffffffffu, weights[m][half], 2);
+            running.weights[m][half] += __shfl_xor_sync(0xffffffffu, running.weights[m][half], 1);
+            running.weights[m][half] += __shfl_xor_sync(0xffffffffu, running.weights[m][half], 2);
         }
     if (gridDim.y == 1) {
-        write_rows(out, query_tile, sums, weights, work, first_row, num_heads);
+        write_rows(out, query_tile, running, work, first_row, num_heads);
     } else {
         const size_t rows = static_cast<size_t>(num_tokens) * num_heads * blockIdx.y;
-        write_parts(parts + rows * HEAD_DIM, levels + rows, sums, maxima, weights, work, first_row, num_heads);
+        write_parts(parts + rows * HEAD_DIM, levels + rows, running, work, first_row, num_heads);
     }
 }

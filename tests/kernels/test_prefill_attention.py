@@ -16,6 +16,7 @@ from coldblock.kernels.pages import HEAD_DIMS, KVPages, PageFormat
 from coldblock.kernels.prefill_attention import (
     PrefillSplits,
     paged_prefill,
+    paged_prefill_mma,
     paged_prefill_reference,
     stored_keys_and_values,
 )
@@ -26,9 +27,9 @@ gpu = pytest.mark.gpu
 Prefill = Callable[..., None]
 
 
-@pytest.fixture(params=[paged_prefill], ids=lambda prefill: prefill.__name__)
+@pytest.fixture(params=[paged_prefill_mma, paged_prefill], ids=["mma", "best"])
 def prefill(request: pytest.FixtureRequest) -> Prefill:
-    """Every implementation is called alike and means the same."""
+    """The kernel of all architectures, and whichever this GPU takes."""
     return request.param
 
 
@@ -204,7 +205,7 @@ def test_splits(format: PageFormat, head_dim: int) -> None:
     splits.parts.fill_(math.nan)
     splits.levels.fill_(math.nan)
     case = Case([(40, 3000), (1, 5), (3, 1700), (17, 0)], format, head_dim=head_dim)
-    out = case.run(paged_prefill, splits)
+    out = case.run(paged_prefill_mma, splits)
     case.check(out)
     rows = len(case.q) * 8
     assert splits.levels[rows : 2 * rows].isfinite().any(), "the keys were not divided"
@@ -214,7 +215,7 @@ def test_splits(format: PageFormat, head_dim: int) -> None:
 def test_32k_tokens(prefill: Prefill) -> None:
     case = Case([(70, 32698)], "int8", heads=(4, 1))
     case.check(case.run(prefill), tolerance=2)
-    case.check(case.run(paged_prefill, PrefillSplits(128, torch.device("cuda"))), tolerance=2)
+    case.check(case.run(paged_prefill_mma, PrefillSplits(128, torch.device("cuda"))), tolerance=2)
 
 
 @gpu
