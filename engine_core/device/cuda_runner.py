@@ -60,16 +60,16 @@ class PassMemory:
     """What passes need beside the workspace. Made before the pool is: `pages` may be any pool of its kind."""
 
     def __init__(self, pages: KVPages, num_heads: int, sizes: RunnerSizes, device: str) -> None:
-        self.sizes, self.rows = sizes, _RowInputs(sizes.max_rows)
+        most_context = sizes.max_rows * sizes.max_len
+        splits = DecodeSplits.allocate(pages, num_heads, sizes.max_rows, most_context, sizes.deterministic)
+        self.sizes, self.rows = sizes, _RowInputs(sizes.max_rows, len(splits.plan))
         self.staging = Staging(self.rows.ints + _variable_ints(sizes), device)
+        self.decode_splits = replace(splits, plan=self.staging.device[self.rows.plan])
+        self.prefill_splits = PrefillSplits(pages.head_dim, pages.pool.device)
         shape = (sizes.max_blocks,)
         self.tables = torch.zeros(sizes.max_seqs, *shape, dtype=torch.int32, device=device)
         self.own_tables = torch.zeros(max(sizes.max_rows, sizes.max_seqs), *shape, dtype=torch.int32, device=device)
         self.every_row = torch.arange(sizes.max_rows, dtype=torch.int32, device=device)
-        most_context = sizes.max_rows * sizes.max_len
-        splits = DecodeSplits.allocate(pages, num_heads, sizes.max_rows, most_context, sizes.deterministic)
-        self.decode_splits = replace(splits, plan=self.staging.device[self.rows.plan])
-        self.prefill_splits = PrefillSplits(pages.head_dim, pages.pool.device)
 
 
 class CudaRunner:
@@ -171,12 +171,12 @@ class CudaRunner:
 class _RowInputs:
     """Where the inputs of a pass of rows lie at the beginning of the staging buffer: places that graphs know."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, plan_ints: int) -> None:
         size = aligned(max_rows)
         self.fields = [slice(i * size, i * size + max_rows) for i in range(5)]
         """ids, source, positions, rows, contexts"""
-        self.plan = slice(5 * size, 5 * size + max_rows + 2)
-        self.ints = 5 * size + aligned(max_rows + 2)
+        self.plan = slice(5 * size, 5 * size + plan_ints)
+        self.ints = 5 * size + aligned(plan_ints)
 
     def fill(self, buffer: IntArray, tokens: TokenArrays, bucket: int, splits: DecodeSplits) -> None:
         """Write the tokens, padding up to `bucket`, and how their attention is cut."""
@@ -185,7 +185,8 @@ class _RowInputs:
         for field, values, padding in zip(self.fields, arrays, (0, NOWHERE, PADDING_POSITION, 0, 0), strict=True):
             buffer[field][:count] = values
             buffer[field][count:bucket] = padding
-        buffer[self.plan][: bucket + 2] = splits.plan_for(buffer[self.fields[-1]][:bucket])
+        plan = splits.plan_for(buffer[self.fields[-1]][:bucket])
+        buffer[self.plan][: len(plan)] = plan
 
 
 def _padding(count: int) -> TokenArrays:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from inspect import Parameter, isfunction, signature
 from typing import Any
 
@@ -224,8 +225,9 @@ def paged_prefill(
 def decode_splits(
     pages: KVPages, num_heads: int, max_batch: int, max_tokens: int, deterministic: bool = False
 ) -> DecodeSplits:
-    nothing = torch.zeros(0)
-    return DecodeSplits(torch.zeros(2 + max_batch, dtype=torch.int32), nothing, nothing, nothing, 1, 8, None)
+    values: dict[str, Any] = dict.fromkeys((field.name for field in fields(DecodeSplits)), 8)
+    plan = torch.zeros(64 + 2 * max_batch, dtype=torch.int32)
+    return DecodeSplits(**{**values, "plan": plan, "split_tokens": None})
 
 
 def sample(
