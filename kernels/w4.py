@@ -29,6 +29,7 @@ from .loader import load
 UNIT_ROWS, UNIT_K = 16, 64
 PADDING = 64
 SMALLEST_GROUP = 32
+_SUM_BYTES = 32 << 10  # of shared memory, for sums of more than one turn
 _PACKED_AT_ONCE = 16 << 20  # bytes of codes: bounds the temporaries of packing
 
 
@@ -136,7 +137,7 @@ def w4_linear(
 ) -> None:
     """out [M, n] = x [M, k] W^T + bias [n], all in one activation type; with `silu`, out [M, n/2] = silu(gate) * up.
 
-    For `silu` the rows of the matrix are gate and up in turns of 8. Any M works; few are fast. Raises KernelArgumentError.
+    For `silu` the matrix rows are gate and up in turns of 8. Any M works, few are fast. Raises KernelArgumentError.
     """
     width = matrix.n // 2 if silu else matrix.n
     if silu and matrix.n % UNIT_ROWS:
@@ -160,14 +161,15 @@ class Form:
     cluster: int
     stages: int
     blocks_per_sm: int
-    prefetch: int = 0  # bytes of each warp's weights that are asked into the L2 beyond the ring
 
 
 def _form(tokens: int, matrix: W4Matrix) -> Form:
-    token_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles or tiles == 8)
-    if token_tiles <= 2:
-        return Form(token_tiles, 1, 8, 1, 3, 2)
-    return Form(token_tiles, 1, 4, 1, 2, 2)
+    small = _shared_limit() < 200 << 10
+    if tokens <= 8:
+        return Form(1, 1, 8, 1, 2, 2) if small else Form(1, 2, 16, 1, 2, 1)
+    if tokens <= 16:
+        return Form(2, 1, 8, 1, 2, 1) if small else Form(2, 2, 16, 1, 2, 1)
+    return Form(4, 1, 4, 1, 2, 2) if tokens <= 32 or small else Form(8, 1, 4, 1, 2, 1)
 
 
 def _launch(form: Form, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
@@ -175,60 +177,21 @@ def _launch(form: Form, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor |
     step_units = 2 if matrix.group_size % (2 * UNIT_K) == 0 and units % 2 == 0 else 1
     step_scales = 2 if matrix.group_size == SMALLEST_GROUP else 1
     slice_steps = -(-(units // step_units) // (form.cluster * form.warps))
-    rows_at_once = UNIT_ROWS * form.row_tiles
-    row_blocks = -(-matrix.n // rows_at_once)
-    chunk, shared = _chunk(form, tokens, step_units, step_scales, slice_steps)
-    kernel = load(
-        "w4_linear",
-        ACTIVATION_BF16=int(x.dtype == torch.bfloat16),
-        TOKEN_TILES=form.token_tiles,
-        ROW_TILES=form.row_tiles,
-        WARPS=form.warps,
-        CLUSTER=form.cluster,
-        STAGES=form.stages,
-        STEP_UNITS=step_units,
-        STEP_SCALES=step_scales,
-    )
-    blocks = min(row_blocks, form.blocks_per_sm * _num_sms() // form.cluster) * form.cluster
-    step_bytes = form.row_tiles * step_units * 512
-    kernel.launch(
-        (blocks, -(-tokens // (8 * form.token_tiles))),
-        form.warps * 32,
-        (
-            x,
-            matrix.codes,
-            matrix.scales,
-            bias,
-            out,
-            tokens,
-            matrix.n,
-            matrix.k,
-            units,
-            matrix.scales.shape[1],
-            _group_shift(matrix),
-            int(silu),
-            chunk,
-            form.prefetch // step_bytes,
-        ),
-        shared,
-    )
-
-
-def _group_shift(matrix: W4Matrix) -> int:
-    """A column's group is its index shifted right by this."""
-    return 31 if matrix.scales.shape[1] == 1 else matrix.group_size.bit_length() - 1
-
-
-def _chunk(form: Form, tokens: int, step_units: int, step_scales: int, slice_steps: int) -> tuple[int, int]:
-    """How many steps of x a warp holds at once, and a block's bytes of shared memory."""
+    row_blocks = -(-matrix.n // (UNIT_ROWS * form.row_tiles))
+    clusters = min(row_blocks, form.blocks_per_sm * _num_sms() // form.cluster)
+    pair_shift = (-(-min(tokens, 8 * form.token_tiles) // 2) - 1).bit_length()
+    turn_bytes = (form.warps + (2 if form.cluster > 1 else 0)) * form.row_tiles * 8 * 16 << pair_shift
+    turns_at_once = 1
+    while turns_at_once < -(-row_blocks // clusters) and 2 * turns_at_once * turn_bytes <= _SUM_BYTES:
+        turns_at_once *= 2
     stage = form.row_tiles * (step_units * 512 + step_scales * 64)
-    sums = form.row_tiles * form.token_tiles * 32
-    fixed = form.warps * (form.stages * stage + (2 if sums <= 128 else 1) * sums * 16)
+    fixed = form.warps * form.stages * stage + turns_at_once * turn_bytes
     rows = min(tokens, 8 * form.token_tiles)
 
     def shared(chunk: int) -> int:
-        row = chunk * step_units * UNIT_K + 8
-        return fixed + form.warps * (rows * row * 2 + chunk * step_scales * 8 * form.token_tiles * 4)
+        x_bytes = rows * (chunk * step_units * UNIT_K + 8) * 2
+        x_sums = (chunk * step_scales << (pair_shift + 1)) + 8 * form.token_tiles
+        return fixed + form.warps * (x_bytes + x_sums * 4)
 
     limit = _shared_limit()
     fitting = max((chunk for chunk in range(1, slice_steps + 1) if shared(chunk) <= limit), default=0)
@@ -237,7 +200,22 @@ def _chunk(form: Form, tokens: int, step_units: int, step_scales: int, slice_ste
             f"{form} with {tokens} tokens needs {shared(1)} bytes of shared memory; limit {limit}"
         )
     chunk = -(-slice_steps // -(-slice_steps // fitting))
-    return chunk, shared(chunk)
+    kernel = load(
+        "w4_linear", ACTIVATION_BF16=int(x.dtype == torch.bfloat16), TOKEN_TILES=form.token_tiles,
+        ROW_TILES=form.row_tiles, WARPS=form.warps, CLUSTER=form.cluster, STAGES=form.stages, STEP_UNITS=step_units,
+        STEP_SCALES=step_scales,
+    )  # fmt: skip
+    kernel.launch(
+        (clusters * form.cluster, -(-tokens // (8 * form.token_tiles))), form.warps * 32,
+        (x, matrix.codes, matrix.scales, bias, out, tokens, matrix.n, matrix.k, units, matrix.scales.shape[1],
+         _group_shift(matrix), int(silu), pair_shift, chunk, turns_at_once),
+        shared(chunk),
+    )  # fmt: skip
+
+
+def _group_shift(matrix: W4Matrix) -> int:
+    """A column's group is its index shifted right by this."""
+    return 31 if matrix.scales.shape[1] == 1 else matrix.group_size.bit_length() - 1
 
 
 @functools.cache

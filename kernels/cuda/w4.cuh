@@ -56,3 +56,28 @@ __device__ __forceinline__ void codes_to_fragment(uint32 word, uint32 (&a)[4]) {
     }
 #endif
 }
+
+// The same four registers without arithmetic, for products whose fp32 sums are scaled afterwards: a pair holds
+// CODE_SCALE(i) * q + CODE_OFFSET exactly. In fp16 the codes are subnormal numbers as they stand; tensor cores take those.
+__device__ __forceinline__ void codes_to_raw_fragment(uint32 word, uint32 (&a)[4]) {
+#if ACTIVATION_BF16
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = and_or<0x000f000fu, 0x43004300u>(word >> (4 * i));
+#else
+    a[0] = word & 0x000f000fu;
+    a[1] = word & 0x00f000f0u;
+    a[2] = (word >> 8) & 0x000f000fu;
+    a[3] = (word >> 8) & 0x00f000f0u;
+#endif
+}
+
+// (s, z) become (factor, summand): a sum over a group is factor * (raw codes * x) + summand * (x alone).
+__device__ __forceinline__ RowScales scales_of_raw(RowScales scales) {
+#if ACTIVATION_BF16
+    const float upper = 1.f, lower = 1.f, offset = 8.f + 128.f;
+#else
+    const float upper = 16777216.f, lower = 1048576.f, offset = 8.f;  // 2^24 and, as four bits higher, 2^20
+#endif
+    return {{scales.upper.x * upper, fmaf(-offset, scales.upper.x, scales.upper.y)},
+            {scales.lower.x * lower, fmaf(-offset, scales.lower.x, scales.lower.y)}};
+}

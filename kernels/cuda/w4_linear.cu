@@ -1,11 +1,12 @@
 // out = x W^T (+ bias, or silu(gate) * up) for few rows of x, here called tokens, and W in four bits (w4.cuh).
 //
 // Every warp owns a slice of K: it keeps its weights STAGES steps ahead in a ring of shared memory that no other warp
-// touches, and its columns of x beside it. A block of ROWS rows of W is multiplied by all warps of a block (of a cluster,
-// if CLUSTER > 1) at once; their sums meet in shared memory and are added in the order of K. Blocks walk over the rows
-// with a grid's stride, the ring runs on across them. Weights depend on nobody, so the ring is filled before the wait.
+// touches, and its columns of x beside it. ROWS rows of W are multiplied at a time, which is a turn, by all warps of a
+// block (of a cluster, if CLUSTER > 1); their sums meet in shared memory after some turns and are added in the order of
+// K. Blocks walk over the rows with a grid's stride, and the ring runs on across turns. Weights depend on nobody, so the
+// ring is filled before the wait for the previous kernel.
 //
-// Codes are multiplied as exact integers q - 8; a group's fp32 sum is scaled, and z enters by the group's sum of x.
+// Codes are multiplied as they stand; a group's fp32 sum is scaled, and its minimum enters by the group's sum of x.
 //
 // Macros: TOKEN_TILES (8 tokens each), ROW_TILES (16 rows of W each), WARPS, CLUSTER, STAGES, STEP_UNITS (64 k each, all in
 // one group, or in STEP_SCALES = 2 groups of 32). Block: WARPS * 32. Grid: (CLUSTER * any, ceil(tokens / TOKENS)).
@@ -19,39 +20,35 @@ constexpr int STEP_K = UNIT_K * STEP_UNITS;
 constexpr int SPAN_K = STEP_K / STEP_SCALES;  // k of a step that share a scale
 constexpr int CODE_BYTES = ROW_TILES * STEP_UNITS * UNIT_BYTES;
 constexpr int STAGE_BYTES = CODE_BYTES + ROW_TILES * STEP_SCALES * SCALE_BYTES;
-constexpr int SUMS = ROW_TILES * TOKEN_TILES * WARP;  // float4 of accumulators that a warp holds
-constexpr int SUM_BUFFERS = SUMS <= 128 ? 2 : 1;      // with two, one barrier a block of rows is enough
-constexpr int X_PADDING = 8;                          // keeps ldmatrix free of bank conflicts
+constexpr int ROW_PAIRS = 8 * ROW_TILES;  // rows g and g + 8 of every 16
+constexpr int CHAINS = TOKEN_TILES <= 2 ? 2 : 1;  // products wait long for the one before, unless there are many beside it
+constexpr int X_PADDING = 8;                      // keeps ldmatrix free of bank conflicts
 // As many blocks as registers allow, so that the next kernel's weights can arrive while this one still computes.
-constexpr int RESIDENT_THREADS = SUMS <= 32 ? 1024 : SUMS <= 64 ? 768 : SUMS <= 128 ? 512 : 256;
+constexpr int TILES = ROW_TILES * TOKEN_TILES;
+constexpr int RESIDENT_THREADS = TILES <= 1 ? 1024 : TILES <= 2 ? 768 : TILES <= 4 ? 512 : 256;
 constexpr int RESIDENT_BLOCKS = RESIDENT_THREADS > THREADS ? RESIDENT_THREADS / THREADS : 1;
-
-// The first token of a block; grid.y runs over the tokens.
-__device__ __forceinline__ int first_token() { return blockIdx.y * TOKENS; }
 
 struct Shape {
     int n, k, units, groups, group_shift;
     bool silu;
+
+    // A block's turns are first_turn, first_turn + stride, ...
+    __device__ __forceinline__ int first_turn() const { return blockIdx.x / CLUSTER; }
+    __device__ __forceinline__ int stride() const { return gridDim.x / CLUSTER; }
+    __device__ __forceinline__ int turns() const { return ((n + ROWS - 1) / ROWS - first_turn() + stride() - 1) / stride(); }
 };
+
+// The first token of a block; grid.y runs over the tokens.
+__device__ __forceinline__ int first_token() { return blockIdx.y * TOKENS; }
 
 __device__ __forceinline__ uint32 shared_address(const void *pointer) { return static_cast<uint32>(__cvta_generic_to_shared(pointer)); }
 
-// 16 bytes from global to shared memory past the L1; `valid` false writes zeros.
-__device__ __forceinline__ void copy_async(void *to, const void *from, bool valid = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-// The same for data that is read once.
-__device__ __forceinline__ void stream_async(void *to, const void *from, uint64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "l"(policy) : "memory");
+// 16 bytes from global to shared memory, past the L1.
+__device__ __forceinline__ void copy_async(void *to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int pending> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
-
-__device__ __forceinline__ uint64 evict_first() {
-    uint64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
 
 __device__ __forceinline__ int cluster_rank() {
 #if CLUSTER > 1
@@ -63,156 +60,157 @@ __device__ __forceinline__ int cluster_rank() {
 #endif
 }
 
-__device__ __forceinline__ void cluster_barrier() {
 #if CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// A float4 of shared memory of the cluster's block `rank`.
-__device__ __forceinline__ float4 load_shared_of(const float4 *own, int rank) {
-#if CLUSTER > 1
-    float4 value;
+// Into the shared memory of the cluster's block `rank`, where `own` is this block's counterpart.
+__device__ __forceinline__ void store_shared_of(float4 *own, int rank, float4 value) {
     uint32 address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address)
-                 : "memory");
-    return value;
-#else
-    return *own;
-#endif
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w) : "memory");
 }
+#endif
 
-// A warp's weights in the order it needs them: its steps of K for one block of rows after the other.
+// A warp's weights in the order it needs them: its steps of K for one turn after the other.
 struct WeightStream {
-    const uint8 *codes, *scales;
     const Shape &shape;
     uint8 *ring;
-    int begin, end, row_blocks, stride;  // steps of K; blocks of rows
-    int row_block, step, stage;          // what is fetched next, and to where; the ring's oldest stage
-    uint64 policy;
+    const uint8 *code, *scale;  // this lane's: of the next step, and of the first group of its row
+    int begin, end;             // the steps of a turn
+    int step, left, stage;      // the next one; how many remain in all turns; the ring's oldest stage
 
-    __device__ __forceinline__ size_t code_offset(int row_tile) const {
-        return (size_t(row_block * ROW_TILES + row_tile) * shape.units + step * STEP_UNITS) * UNIT_BYTES;
+    static constexpr int PIECES = STEP_SCALES * SCALE_BYTES / 16;
+    static constexpr int STEP_BYTES = STEP_UNITS * UNIT_BYTES;
+
+    __device__ __forceinline__ WeightStream(const Shape &shape, uint8 *ring, const uint8 *codes, const uint8 *scales, int begin, int end)
+        : shape(shape), ring(ring), begin(begin), end(end), step(begin), left(shape.turns() * (end - begin)), stage(0) {
+        const int lane = threadIdx.x % WARP;
+        code = codes + size_t(shape.first_turn()) * ROW_TILES * code_bytes() + begin * STEP_BYTES + lane * 16;
+        scale = scales + size_t(shape.first_turn()) * ROW_TILES * scale_bytes() + lane / PIECES * scale_bytes() + lane % PIECES * 16;
     }
 
-    __device__ __forceinline__ bool ended() const { return row_block >= row_blocks || begin == end; }
-
-    __device__ __forceinline__ void advance() {
-        if (++step == end) step = begin, row_block += stride;
-    }
+    // Of 16 rows.
+    __device__ __forceinline__ int code_bytes() const { return shape.units * UNIT_BYTES; }
+    __device__ __forceinline__ int scale_bytes() const { return shape.groups * SCALE_BYTES; }
 
     __device__ __forceinline__ void fetch() {
         const int lane = threadIdx.x % WARP;
-        if (!ended()) {
+        if (left > 0) {
             uint8 *to = ring + stage * STAGE_BYTES + lane * 16;
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
                 for (int u = 0; u < STEP_UNITS; u++)
-                    stream_async(to + (r * STEP_UNITS + u) * UNIT_BYTES, codes + code_offset(r) + u * UNIT_BYTES + lane * 16, policy);
-            constexpr int PIECES = STEP_SCALES * SCALE_BYTES / 16;
-            if (lane < ROW_TILES * PIECES) {
-                const size_t entry = size_t(row_block * ROW_TILES + lane / PIECES) * shape.groups + (step * STEP_K >> shape.group_shift);
-                stream_async(to + CODE_BYTES, scales + entry * SCALE_BYTES + lane % PIECES * 16, policy);
+                    copy_async(to + r * STEP_BYTES + u * UNIT_BYTES, code + r * code_bytes() + u * UNIT_BYTES);
+            if (lane < ROW_TILES * PIECES) copy_async(to + CODE_BYTES, scale + (step * STEP_K >> shape.group_shift) * SCALE_BYTES);
+            left--;
+            code += STEP_BYTES;
+            if (++step == end) {
+                step = begin;
+                code += shape.stride() * ROW_TILES * code_bytes() - (end - begin) * STEP_BYTES;
+                scale += shape.stride() * ROW_TILES * scale_bytes();
             }
-            advance();
         }
         commit_copies();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-    }
-
-    // Asks the L2 for what comes next, without moving on.
-    __device__ __forceinline__ void prefetch(int steps) const {
-        constexpr int LINES = STEP_UNITS * UNIT_BYTES / 128;
-        const int lane = threadIdx.x % WARP;
-        WeightStream ahead = *this;
-        for (; steps > 0 && !ahead.ended(); steps--, ahead.advance())
-            if (lane < ROW_TILES * LINES)
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(codes + ahead.code_offset(lane / LINES) + lane % LINES * 128));
     }
 };
 
 // A warp's columns of x in shared memory, and their sums over every span of SPAN_K that shares a scale.
 struct Tokens {
-    Activation *x;          // [tokens][row]
-    float *sums;            // [spans][TOKENS]
-    int row;                // elements from one token to the next
+    Activation *x;            // [tokens][row]
+    float *sums;              // [spans][1 << sum_shift], the tokens rounded up
+    int count, row, sum_shift;
     int offset[TOKEN_TILES];  // of the row whose address this lane gives to ldmatrix; tokens past the end repeat the last
 
-    __device__ __forceinline__ Tokens(Activation *x, float *sums, int row, int tokens) : x(x), sums(sums), row(row) {
+    __device__ __forceinline__ Tokens(Activation *x, float *sums, int count, int row, int sum_shift)
+        : x(x), sums(sums), count(count), row(row), sum_shift(sum_shift) {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
-        for (int i = 0; i < TOKEN_TILES; i++) offset[i] = min(i * 8 + lane % 8, tokens - 1) * row + lane / 8 * 8;
+        for (int i = 0; i < TOKEN_TILES; i++) offset[i] = min(i * 8 + lane % 8, count - 1) * row + lane / 8 * 8;
     }
 
     // B fragments of two k-steps: b[0], b[1] of the first, b[2], b[3] of the second.
     __device__ __forceinline__ void load(uint32 (&b)[4], int tile, int k) const { ldmatrix_x4(b, x + offset[tile] + k); }
 
-    __device__ __forceinline__ void stage(const Activation *from, const Shape &shape, int tokens, int begin, int steps) {
-        const int lane = threadIdx.x % WARP, pieces = steps * (STEP_K / 8), first = begin * STEP_K;
+    // Straight past the L1, as another kernel has just written it; not in the queue behind the ring's copies.
+    __device__ __forceinline__ void stage(const Activation *from, int k, int begin, int steps) {
+        constexpr int PIECES = STEP_K / 8, AT_ONCE = WARP / PIECES, BATCH = 8;
+        const int lane = threadIdx.x % WARP, piece = lane % PIECES * 8;
         __syncwarp();
-        for (int token = 0; token < tokens; token++)
-            for (int piece = lane; piece < pieces; piece += WARP) {
-                const int k = first + piece * 8;
-                copy_async(x + token * row + piece * 8, from + size_t(first_token() + token) * shape.k + k, k < shape.k);
+        for (int step = 0, token = 0; step < steps;) {
+            uint4 values[BATCH];
+            int places[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const int own = token + lane / PIECES, column = step * STEP_K + piece, source = begin * STEP_K + column;
+                const bool exists = step < steps && own < count;
+                places[i] = exists ? own * row + column : -1;
+                values[i] = exists && source < k ? __ldcg(reinterpret_cast<const uint4 *>(from + size_t(own) * k + source)) : uint4{};
+                token += AT_ONCE;
+                if (token >= count) token = 0, step++;
             }
-        commit_copies();
-        wait_for_copies<0>();
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+                if (places[i] >= 0) *reinterpret_cast<uint4 *>(x + places[i]) = values[i];
+        }
         __syncwarp();
-#pragma unroll 1
-        for (int span = 0; span < steps * STEP_SCALES; span++) sum(span);
+        sum(steps * STEP_SCALES);
         __syncwarp();
     }
 
-    // By a product with ones, whose rows all hold the sum.
-    __device__ __forceinline__ void sum(int span) {
+    // By products with ones: a column is a span of a token, all rows hold its sum.
+    __device__ __forceinline__ void sum(int spans) {
         const int lane = threadIdx.x % WARP;
         const Activation2 pair = {from_float<Activation>(1.f), from_float<Activation>(1.f)};
         const uint32 bits = *reinterpret_cast<const uint32 *>(&pair);
         const uint32 ones[4] = {bits, bits, bits, bits};
+#pragma unroll 2
+        for (int column = 0; column < spans << sum_shift; column += 8) {
+            const int own = column + lane % 8, token = own & ((1 << sum_shift) - 1);
+            const Activation *from = x + min(token, count - 1) * row + min(own >> sum_shift, spans - 1) * SPAN_K + lane / 8 * 8;
+            float parts[SPAN_K / 32][4] = {};
 #pragma unroll
-        for (int i = 0; i < TOKEN_TILES; i++) {
-            float parts[SPAN_K / 32][4] = {};  // independent, as a product waits long for the one before
-#pragma unroll
-            for (int j = 0; j < SPAN_K / 32; j++) {
+            for (int i = 0; i < SPAN_K / 32; i++) {
                 uint32 b[4];
-                load(b, i, span * SPAN_K + j * 32);
-                mma_m16n8k16<Activation>(parts[j], ones, {b[0], b[1]});
-                mma_m16n8k16<Activation>(parts[j], ones, {b[2], b[3]});
+                ldmatrix_x4(b, from + i * 32);
+                mma_m16n8k16<Activation>(parts[i], ones, {b[0], b[1]});
+                mma_m16n8k16<Activation>(parts[i], ones, {b[2], b[3]});
             }
             float2 total = {0.f, 0.f};
 #pragma unroll
-            for (int j = 0; j < SPAN_K / 32; j++) total.x += parts[j][0], total.y += parts[j][1];
-            if (lane < 4) *reinterpret_cast<float2 *>(sums + span * TOKENS + i * 8 + lane * 2) = total;
+            for (int i = 0; i < SPAN_K / 32; i++) total.x += parts[i][0], total.y += parts[i][1];
+            if (lane < 4) *reinterpret_cast<float2 *>(sums + column + lane * 2) = total;
         }
     }
 };
 
 using Accumulators = float[ROW_TILES][TOKEN_TILES][4];
 
-// acc += s * part + z * sum(x), for the span's scale entries of this warp's rows.
-__device__ __forceinline__ void add_scaled(Accumulators &acc, const Accumulators &part, const uint8 *scales, const float *sums) {
+// acc += factor * part + summand * sum(x), for one span.
+__device__ __forceinline__ void add_scaled(Accumulators &acc, const Accumulators (&parts)[CHAINS], const uint8 *scales, const float *sums) {
     const int lane = threadIdx.x % WARP;
+    float2 sum[TOKEN_TILES];
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; i++) sum[i] = *reinterpret_cast<const float2 *>(sums + i * 8 + lane % 4 * 2);
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
-        const RowScales scale = unpack_scales(reinterpret_cast<const uint2 *>(scales + r * STEP_SCALES * SCALE_BYTES)[lane / 4]);
+        const RowScales scale = scales_of_raw(unpack_scales(reinterpret_cast<const uint2 *>(scales + r * STEP_SCALES * SCALE_BYTES)[lane / 4]));
 #pragma unroll
         for (int i = 0; i < TOKEN_TILES; i++) {
-            const float2 sum = *reinterpret_cast<const float2 *>(sums + i * 8 + lane % 4 * 2);
-            acc[r][i][0] = fmaf(scale.upper.x, part[r][i][0], fmaf(scale.upper.y, sum.x, acc[r][i][0]));
-            acc[r][i][1] = fmaf(scale.upper.x, part[r][i][1], fmaf(scale.upper.y, sum.y, acc[r][i][1]));
-            acc[r][i][2] = fmaf(scale.lower.x, part[r][i][2], fmaf(scale.lower.y, sum.x, acc[r][i][2]));
-            acc[r][i][3] = fmaf(scale.lower.x, part[r][i][3], fmaf(scale.lower.y, sum.y, acc[r][i][3]));
+            float part[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) part[j] = CHAINS == 2 ? parts[0][r][i][j] + parts[CHAINS - 1][r][i][j] : parts[0][r][i][j];
+            acc[r][i][0] = fmaf(scale.upper.x, part[0], fmaf(scale.upper.y, sum[i].x, acc[r][i][0]));
+            acc[r][i][1] = fmaf(scale.upper.x, part[1], fmaf(scale.upper.y, sum[i].y, acc[r][i][1]));
+            acc[r][i][2] = fmaf(scale.lower.x, part[2], fmaf(scale.lower.y, sum[i].x, acc[r][i][2]));
+            acc[r][i][3] = fmaf(scale.lower.x, part[3], fmaf(scale.lower.y, sum[i].y, acc[r][i][3]));
         }
     }
 }
 
-// acc += (one stage of weights) * (x of the step that begins at column k of the staged ones).
+// acc += one stage of weights * step `step` of the staged x.
 __device__ __forceinline__ void multiply(Accumulators &acc, const uint8 *stage, const Tokens &tokens, int step) {
     const int lane = threadIdx.x % WARP;
     uint32 words[ROW_TILES][STEP_UNITS * UNIT_WORDS];
@@ -223,7 +221,7 @@ __device__ __forceinline__ void multiply(Accumulators &acc, const uint8 *stage, 
             *reinterpret_cast<uint4 *>(&words[r][u * UNIT_WORDS]) = *reinterpret_cast<const uint4 *>(stage + (r * STEP_UNITS + u) * UNIT_BYTES + lane * 16);
 #pragma unroll
     for (int span = 0; span < STEP_SCALES; span++) {
-        Accumulators part = {};
+        Accumulators parts[CHAINS] = {};
 #pragma unroll
         for (int k = span * SPAN_K; k < (span + 1) * SPAN_K; k += 32) {
             uint32 b[TOKEN_TILES][4];
@@ -234,50 +232,75 @@ __device__ __forceinline__ void multiply(Accumulators &acc, const uint8 *stage, 
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     uint32 a[4];
-                    codes_to_fragment(words[r][k / 16 + half], a);
+                    codes_to_raw_fragment(words[r][k / 16 + half], a);
 #pragma unroll
-                    for (int i = 0; i < TOKEN_TILES; i++) mma_m16n8k16<Activation>(part[r][i], a, {b[i][2 * half], b[i][2 * half + 1]});
+                    for (int i = 0; i < TOKEN_TILES; i++)
+                        mma_m16n8k16<Activation>(parts[half % CHAINS][r][i], a, {b[i][2 * half], b[i][2 * half + 1]});
                 }
         }
-        add_scaled(acc, part, stage + CODE_BYTES + span * SCALE_BYTES, tokens.sums + (step * STEP_SCALES + span) * TOKENS);
+        add_scaled(acc, parts, stage + CODE_BYTES + span * SCALE_BYTES, tokens.sums + ((step * STEP_SCALES + span) << tokens.sum_shift));
     }
 }
 
-// One token's values of rows `row` and `row + 8`; with `silu` they are gate and up.
-__device__ __forceinline__ void store(Activation *out, const Activation *bias, const Shape &shape, int row, float upper, float lower) {
-    if (bias) {
-        if (row < shape.n) upper += to_float(bias[row]);
-        if (row + 8 < shape.n) lower += to_float(bias[row + 8]);
+// Sums of rows g and g + 8 for two tokens, and where they belong. Elements of a turn: [ROW_PAIRS][1 << pair_shift].
+struct Output {
+    Activation *out;
+    const Activation *bias;
+    const Shape &shape;
+    int tokens, pair_shift;
+
+    // One token's values of rows `row` and `row + 8`; with silu they are gate and up.
+    __device__ __forceinline__ void store(int token, int row, float upper, float lower) const {
+        if (bias) {
+            if (row < shape.n) upper += to_float(bias[row]);
+            if (row + 8 < shape.n) lower += to_float(bias[row + 8]);
+        }
+        Activation *to = out + size_t(first_token() + token) * (shape.silu ? shape.n / 2 : shape.n);
+        if (shape.silu) {
+            if (row < shape.n) to[row / 16 * 8 + row % 8] = from_float<Activation>(upper / (1.f + __expf(-upper)) * lower);
+        } else {
+            if (row < shape.n) to[row] = from_float<Activation>(upper);
+            if (row + 8 < shape.n) to[row + 8] = from_float<Activation>(lower);
+        }
     }
-    if (shape.silu) {
-        if (row < shape.n) out[row / 16 * 8 + row % 8] = from_float<Activation>(upper / (1.f + __expf(-upper)) * lower);
-    } else {
-        if (row < shape.n) out[row] = from_float<Activation>(upper);
-        if (row + 8 < shape.n) out[row + 8] = from_float<Activation>(lower);
+
+    __device__ __forceinline__ void store(int turn, int element, float4 total) const {
+        const int pair = element & ((1 << pair_shift) - 1), place = element >> pair_shift;
+        const int row = (shape.first_turn() + turn * shape.stride()) * ROWS + place / 8 * UNIT_ROWS + place % 8;
+        if (2 * pair < tokens) store(2 * pair, row, total.x, total.z);
+        if (2 * pair + 1 < tokens) store(2 * pair + 1, row, total.y, total.w);
     }
+};
+
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// By halves, so that 16 warps add exactly as two blocks of 8 do.
+template <int count> __device__ __forceinline__ float4 sum_of(const float4 *parts, int stride) {
+    if constexpr (count == 1) return parts[0];
+    else return sum_of<count / 2>(parts, stride) + sum_of<count - count / 2>(parts + count / 2 * stride, stride);
 }
 
-// Adds the slices' sums of one block of rows in the order of K and stores them; every block of a cluster takes its share.
-__device__ __forceinline__ void finish(const float4 *sums, Activation *out, const Activation *bias, const Shape &shape, int tokens, int row_block, int turn) {
-    constexpr int SHARE = SUMS / CLUSTER;
-    const int width = shape.silu ? shape.n / 2 : shape.n;
-    // The warps take turns, as most often one is enough.
+// Adds the slices' sums of `turns` turns in the order of K and stores them. sums: [turns][WARPS][elements]; `gathered`, for
+// a cluster: what its blocks send to the one that stores, [its share of turns * elements][CLUSTER].
+__device__ __forceinline__ void finish(const float4 *sums, float4 *gathered, const Output &output, int turn, int turns) {
+    const int shift = output.pair_shift, elements = ROW_PAIRS << shift;
+    __syncthreads();
 #pragma unroll 1
-    for (int index = (threadIdx.x + turn * WARP) % THREADS; index < SHARE; index += THREADS) {
-        const int element = cluster_rank() * SHARE + index, lane = element % WARP, tile = element / WARP;
-        const int token = tile % TOKEN_TILES * 8 + lane % 4 * 2, row = row_block * ROWS + tile / TOKEN_TILES * UNIT_ROWS + lane / 4;
-        if (token >= tokens) continue;
-        float4 total = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-        for (int rank = 0; rank < CLUSTER; rank++)
-#pragma unroll
-            for (int warp = 0; warp < WARPS; warp++) {
-                const float4 part = load_shared_of(sums + warp * SUMS + element, rank);
-                total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-            }
-        Activation *row_of_out = out + size_t(first_token() + token) * width;
-        store(row_of_out, bias, shape, row, total.x, total.z);
-        if (token + 1 < tokens) store(row_of_out + width, bias, shape, row, total.y, total.w);
+    for (int i = threadIdx.x; i < turns * elements; i += THREADS) {
+        const int slot = (i >> shift) / ROW_PAIRS, element = i - slot * elements;
+        const float4 *parts = sums + slot * WARPS * elements + element;
+        float4 total = sum_of<WARPS>(parts, elements);
+#if CLUSTER > 1
+        store_shared_of(gathered + i / CLUSTER * CLUSTER + cluster_rank(), i % CLUSTER, total);
+    }
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll 1
+    for (int i = threadIdx.x * CLUSTER + cluster_rank(); i < turns * elements; i += THREADS * CLUSTER) {
+        const int slot = (i >> shift) / ROW_PAIRS, element = i - slot * elements;
+        const float4 total = sum_of<CLUSTER>(gathered + i / CLUSTER * CLUSTER, 1);
+#endif
+        output.store(turn + slot, element, total);
     }
 }
 
@@ -287,58 +310,66 @@ __device__ __forceinline__ void finish(const float4 *sums, Activation *out, cons
 #define CLUSTER_SHAPE
 #endif
 
+// `pair_shift`: 2 << pair_shift is at least the tokens of a block. A warp holds `chunk_steps` steps of x at once, all of its
+// slice if they fit. After `turns_at_once` turns, a power of two, sums are added.
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 w4_linear(const Activation *x, const uint8 *codes, const uint8 *scales, const Activation *bias, Activation *out,
           int total_tokens, int n, int k, int units, int groups, int group_shift, int silu,
-          int chunk_steps, int prefetch_steps) {
+          int pair_shift, int chunk_steps, int turns_at_once) {
     let_next_kernel_start();
+#if CLUSTER > 1
+    cluster_arrive();
+#endif
     extern __shared__ __align__(16) uint8 shared[];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const Shape shape = {n, k, units, groups, group_shift, silu != 0};
     const int steps = units / STEP_UNITS, slice = cluster_rank() * WARPS + warp;
     const int begin = steps * slice / (CLUSTER * WARPS), end = steps * (slice + 1) / (CLUSTER * WARPS);
-    const int row_blocks = (n + ROWS - 1) / ROWS, first_row_block = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
-
-    WeightStream stream = {codes, scales, shape, shared + warp * STAGES * STAGE_BYTES, begin, end, row_blocks, stride,
-                           first_row_block, begin, 0, evict_first()};
+    const int turns = shape.turns();
+    WeightStream stream(shape, shared + warp * STAGES * STAGE_BYTES, codes, scales, begin, end);
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) stream.fetch();
-    stream.prefetch(prefetch_steps);
 
+    const int elements = ROW_PAIRS << pair_shift, sum_elements = turns_at_once * elements;
     float4 *sums = reinterpret_cast<float4 *>(shared + WARPS * STAGES * STAGE_BYTES);
-    const int x_row = chunk_steps * STEP_K + X_PADDING, x_rows = min(TOKENS, total_tokens);
-    uint8 *x_memory = reinterpret_cast<uint8 *>(sums + SUM_BUFFERS * WARPS * SUMS);
-    float *x_sums = reinterpret_cast<float *>(x_memory + WARPS * x_rows * x_row * 2);
-    const int tokens = min(TOKENS, total_tokens - first_token());
-    Tokens own(reinterpret_cast<Activation *>(x_memory) + warp * x_rows * x_row, x_sums + warp * chunk_steps * STEP_SCALES * TOKENS, x_row, tokens);
+    float4 *gathered = sums + WARPS * sum_elements;
+    uint8 *x_memory = reinterpret_cast<uint8 *>(gathered + (CLUSTER > 1 ? 2 * sum_elements : 0));
+    const int x_row = chunk_steps * STEP_K + X_PADDING, x_bytes = min(TOKENS, total_tokens) * x_row * 2;
+    const int x_sums = ((chunk_steps * STEP_SCALES) << (pair_shift + 1)) + TOKENS;
+    Tokens tokens(reinterpret_cast<Activation *>(x_memory + warp * x_bytes), reinterpret_cast<float *>(x_memory + WARPS * x_bytes) + warp * x_sums,
+                  min(TOKENS, total_tokens - first_token()), x_row, pair_shift + 1);
+    const Output output = {out, bias, shape, tokens.count, pair_shift};
 
     wait_for_previous_kernel();
-    const bool resident = end - begin <= chunk_steps;
-    int turn = 0;
-    for (int row_block = first_row_block; row_block < row_blocks; row_block += stride, turn++) {
+#if CLUSTER > 1
+    cluster_wait();  // all blocks run: their memory may be written to
+#endif
+    for (int turn = 0; turn < turns; turn++) {
+        const int slot = turn & (turns_at_once - 1);
         Accumulators acc = {};
         for (int chunk = begin; chunk < end; chunk += chunk_steps) {
             const int chunk_end = min(chunk + chunk_steps, end);
-            if (!resident || turn == 0) own.stage(x, shape, tokens, chunk, chunk_end - chunk);
+            if (turn == 0 || end - begin > chunk_steps) tokens.stage(x + size_t(first_token()) * k, k, chunk, chunk_end - chunk);
 #pragma unroll 1
             for (int step = chunk; step < chunk_end; step++) {
                 wait_for_copies<STAGES - 1>();
                 __syncwarp();
-                multiply(acc, stream.ring + stream.stage * STAGE_BYTES, own, step - chunk);
+                multiply(acc, stream.ring + stream.stage * STAGE_BYTES, tokens, step - chunk);
                 __syncwarp();
                 stream.fetch();
             }
         }
-        float4 *buffer = sums + turn % SUM_BUFFERS * WARPS * SUMS;
 #pragma unroll
         for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
-            for (int i = 0; i < TOKEN_TILES; i++)
-                if (i * 8 + lane % 4 * 2 < tokens)
-                    buffer[warp * SUMS + (r * TOKEN_TILES + i) * WARP + lane] = {acc[r][i][0], acc[r][i][1], acc[r][i][2], acc[r][i][3]};
-        cluster_barrier();
-        finish(buffer, out, bias, shape, tokens, row_block, turn);
-        if (SUM_BUFFERS == 1) cluster_barrier();
+            for (int i = 0; i < TOKEN_TILES; i++) {
+                const int place = r * 8 + lane / 4, pair = i * 4 + lane % 4;
+                if (pair < 1 << pair_shift)
+                    sums[(slot * WARPS + warp) * elements + (place << pair_shift) + pair] = {acc[r][i][0], acc[r][i][1], acc[r][i][2], acc[r][i][3]};
+            }
+        if (slot + 1 == turns_at_once || turn + 1 == turns) {
+            finish(sums, gathered + (turn & turns_at_once ? sum_elements : 0), output, turn - slot, slot + 1);
+            if (CLUSTER == 1 && turn + 1 < turns) __syncthreads();  // a cluster has met already
+        }
     }
-    if (CLUSTER > 1) cluster_barrier();  // nobody leaves while another reads its sums
 }
