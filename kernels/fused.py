@@ -25,18 +25,11 @@ VECTOR = 8
 MOST_NORM_COLUMNS = 1024 * VECTOR
 SILU_TURN = 8
 """Gate and up columns follow each other in turns of so many."""
-_HEADS_PER_THREAD = 4  # of `rope_and_write`: enough loads in flight to hide what they wait for
 
 VARIANTS = (
     *variants("embed", ACTIVATION_BF16=(0, 1)),
     *variants("rms_norm", ACTIVATION_BF16=(0, 1), CHOSEN_ROWS=(0, 1)),
-    *variants(
-        "rope_and_write",
-        ACTIVATION_BF16=(0, 1),
-        KV_FORMAT=FORMAT_NUMBERS.values(),
-        HEAD_DIM=HEAD_DIMS,
-        HEADS_PER_THREAD=(_HEADS_PER_THREAD,),
-    ),
+    *variants("rope_and_write", ACTIVATION_BF16=(0, 1), KV_FORMAT=FORMAT_NUMBERS.values(), HEAD_DIM=HEAD_DIMS),
     *variants("silu_multiply", ACTIVATION_BF16=(0, 1)),
 )
 
@@ -103,7 +96,7 @@ def rope_and_write(
 
     Heads lie in the order q, k, v; a rotary pair is two neighbouring elements. rotary is fp32 [P, D/2, 2] (cos, sin),
     positions int32 [T]; token t is put into block block_tables[sequences[t], position // block_size], int32
-    [S, max_blocks] and [T]. A position below 0 is padding: nothing is read or written for it.
+    [S, max_blocks] and [T]. A position below 0 is padding: nothing is written for it.
     """
     heads, dim = num_heads + 2 * pages.num_kv_heads, pages.head_dim
     check_tensor("qkv", qkv, ACTIVATIONS, [("T", None), ("(H+2G)*D", heads * dim)])
@@ -115,17 +108,10 @@ def rope_and_write(
     check_tensor("sequences", sequences, torch.int32, [("T", tokens)], alignment=4)
     check_tensor("block_tables", block_tables, torch.int32, [("S", None), ("max_blocks", None)], alignment=4)
     check_tensor("q_out", q_out, qkv.dtype, [("T", tokens), ("H", num_heads), ("D", dim)])
-    kernel = load(
-        "rope_and_write",
-        ACTIVATION_BF16=_is_bf16(qkv),
-        KV_FORMAT=FORMAT_NUMBERS[pages.format],
-        HEAD_DIM=dim,
-        HEADS_PER_THREAD=_HEADS_PER_THREAD,
-    )
+    kernel = load("rope_and_write", ACTIVATION_BF16=_is_bf16(qkv), KV_FORMAT=FORMAT_NUMBERS[pages.format], HEAD_DIM=dim)
     lanes = 8 if dim <= 64 else 16 if dim <= 128 else 32
-    threads = tokens * -(-heads // _HEADS_PER_THREAD) * lanes
     kernel.launch(
-        [-(-threads // THREADS)],
+        [-(-tokens * heads * lanes // THREADS)],
         THREADS,
         [
             *(qkv, bias, rotary, positions, sequences, block_tables, pages.pool, q_out),

@@ -2,7 +2,6 @@
 //
 // qkv [T, H + 2G, HEAD_DIM]: q's heads, k's, v's. A rotary pair is two neighbouring elements; rotary [P, HEAD_DIM / 2]
 // holds (cos, sin). Each product of a rotation is rounded, as in plain fp32 arithmetic. A position below 0 is padding.
-// A thread has HEADS_PER_THREAD heads of one token.
 #include "common.cuh"
 #include "kv_write.cuh"
 
@@ -21,48 +20,32 @@ extern "C" __global__ void __launch_bounds__(256) rope_and_write(
     const Activation *qkv, const Activation *bias, const float *rotary, const int *positions, const int *sequences,
     const int *block_tables, uint8 *pool, Activation *q_out, int num_tokens, int num_heads, int num_kv_heads,
     int max_blocks, int block_size, int block_bytes, int layer_offset, int plane_bytes) {
-    const int heads = num_heads + 2 * num_kv_heads, stride = (heads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
+    const int heads = num_heads + 2 * num_kv_heads;
     const int unit = (blockIdx.x * blockDim.x + threadIdx.x) / LANES, column = threadIdx.x % LANES * 8;
-    const int token = unit / stride, first = unit % stride;  // of heads first, first + stride, ...
+    const int token = unit / heads, head = unit % heads;
     const bool idle = column >= HEAD_DIM;
-    constexpr uint32 MINUS_ZEROS = 0x80008000;  // what changes nothing when it is added
-    uint4 added[HEADS_PER_THREAD], bits[HEADS_PER_THREAD] = {};
+    float added[8], x[8] = {}, turns[8] = {};
 #pragma unroll
-    for (int i = 0; i < HEADS_PER_THREAD; i++) {
-        const int head = first + i * stride;
-        added[i] = {MINUS_ZEROS, MINUS_ZEROS, MINUS_ZEROS, MINUS_ZEROS};
-        if (bias != nullptr && head < heads && !idle)
-            added[i] = *reinterpret_cast<const uint4 *>(bias + head * HEAD_DIM + column);
-    }
+    for (int i = 0; i < 8; i++) added[i] = -0.f;  // what changes nothing when it is added
+    if (bias != nullptr && !idle) load8(bias + head * HEAD_DIM + column, added);
     let_next_kernel_start();
     wait_for_previous_kernel();
     if (token >= num_tokens) return;
-#pragma unroll
-    for (int i = 0; i < HEADS_PER_THREAD; i++) {  // of padding, too, rather than wait for its position
-        const long long head = static_cast<long long>(token) * heads + first + i * stride;
-        if (first + i * stride < heads && !idle)
-            bits[i] = *reinterpret_cast<const uint4 *>(qkv + head * HEAD_DIM + column);
-    }
+    // Of padding, too, rather than wait for its position.
+    if (!idle) load8(qkv + (static_cast<long long>(token) * heads + head) * HEAD_DIM + column, x);
     const int position = positions[token], sequence = sequences[token];
     if (position < 0) return;
-    const int block = block_tables[static_cast<long long>(sequence) * max_blocks + position / block_size];
-    uint8 *planes = pool + static_cast<long long>(block) * block_bytes + layer_offset;
-    float turns[8] = {};
-    if (!idle) load8(rotary + static_cast<long long>(position) * HEAD_DIM + column, turns);
 #pragma unroll
-    for (int i = 0; i < HEADS_PER_THREAD; i++) {
-        const int head = first + i * stride;
-        if (head >= heads) break;
-        float x[8], bias_of[8];
-        unpack8(bits[i], x);
-        unpack8(added[i], bias_of);
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[j] += bias_of[j];
-        if (head < num_heads + num_kv_heads) rotate(x, turns);
-        if (head < num_heads) {
-            if (!idle) store8(q_out + (static_cast<long long>(token) * num_heads + head) * HEAD_DIM + column, x);
-        } else {
-            write_head<LANES>(planes + (head - num_heads) * plane_bytes, position % block_size, block_size, column, x);
-        }
+    for (int i = 0; i < 8; i++) x[i] += added[i];
+    if (head < num_heads + num_kv_heads) {
+        if (!idle) load8(rotary + static_cast<long long>(position) * HEAD_DIM + column, turns);
+        rotate(x, turns);
     }
+    if (head < num_heads) {
+        if (!idle) store8(q_out + (static_cast<long long>(token) * num_heads + head) * HEAD_DIM + column, x);
+        return;
+    }
+    const int block = block_tables[static_cast<long long>(sequence) * max_blocks + position / block_size];
+    uint8 *plane = pool + static_cast<long long>(block) * block_bytes + layer_offset + (head - num_heads) * plane_bytes;
+    write_head<LANES>(plane, position % block_size, block_size, column, x);
 }
