@@ -16,6 +16,8 @@ B is sequences, H query heads, D the head dimension; a group is up to 8 or 16 qu
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -25,25 +27,19 @@ from torch import Tensor
 
 from .checks import ACTIVATIONS, check_multiple, check_tensor
 from .errors import KernelArgumentError
-from .loader import load, variants
-from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
-
-_CHOICES = {"ACTIVATION_BF16": (0, 1), "KV_FORMAT": tuple(FORMAT_NUMBERS.values())}
-VARIANTS = (
-    *variants("paged_decode", **_CHOICES, HEAD_DIM=HEAD_DIMS, HEAD_TILES=(1,)),
-    *variants("paged_decode", **_CHOICES, HEAD_DIM=[d for d in HEAD_DIMS if d <= 128], HEAD_TILES=(2,)),
-)
-
-_WARPS_PER_SM = 8
+from .loader import Variant, load
+from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat
+from .prefill_attention import stored_keys_and_values
 
 DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""
 
-_SPLIT_MULTIPLE = 64
+_SPLIT_MULTIPLE = 128
 _SPLITS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64])  # of the longest sequence
 _EXTRA_WAVES = 2  # items that splitting may add, in grids
-# What a plan costs besides reading, in tokens that a block could read meanwhile.
-_ITEM_COST, _MERGE_COST, _MERGE_COST_PER_SPLIT = 64, 128, 4
+# What an item, and a level of the tree that merges splits, cost besides reading: in tokens that a block could read.
+_ITEM_COST, _MERGE_COST = 256, 192
+_SPLITS_OF_LEVELS = np.array([1, 8, 64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +76,7 @@ class DecodeSplits:
         heads, groups = _group(pages, num_heads)
         device = pages.pool.device
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        blocks = multiprocessors * _WARPS_PER_SM // _warps(pages, num_heads)
+        blocks = multiprocessors * _macros(False, pages.format, pages.head_dim, heads // 8)["BLOCKS_PER_SM"]
         fixed = DETERMINISTIC_SPLIT if deterministic else None
         splits = max_batch + (_EXTRA_WAVES * blocks // groups if fixed is None else max_tokens // fixed)
         return cls(
@@ -121,9 +117,8 @@ def _choose_split_tokens(lengths: np.ndarray, groups: int, blocks: int) -> int:
     items = np.ceil(np.multiply.outer(1.0 / candidates, lengths)).sum(axis=1) * groups
     in_waves = np.ceil(items / blocks) * (candidates + _ITEM_COST)
     in_turn = (lengths.sum() * groups + items * _ITEM_COST) / blocks + candidates + _ITEM_COST
-    most = np.ceil(longest / candidates)
-    merging = np.where(most > 1, _MERGE_COST + _MERGE_COST_PER_SPLIT * most, 0)
-    cost = np.minimum(in_waves, in_turn) + merging
+    levels = np.searchsorted(_SPLITS_OF_LEVELS, np.ceil(longest / candidates))
+    cost = np.minimum(in_waves, in_turn) + levels * _MERGE_COST
     cost[items > len(lengths) * groups + _EXTRA_WAVES * blocks] = math.inf
     return int(candidates[cost.argmin()])
 
@@ -147,10 +142,10 @@ def paged_decode(
     if not 0 <= layer < pages.num_layers:
         raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {pages.num_layers - 1}")
     _check_splits(splits, batch, groups, heads, pages.head_dim)
-    function = load("paged_decode", **_macros(q.dtype, pages, num_heads))
-    function.launch(
+    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8)
+    load("paged_decode", **macros).launch(
         (splits.blocks,),
-        32 * _warps(pages, num_heads),
+        32 * macros["WARPS"],
         (
             *(q, pages.pool, block_tables, context_lens, splits.plan),
             *(splits.partials, splits.statistics, splits.counters, out),
@@ -168,30 +163,39 @@ def _check_splits(splits: DecodeSplits, batch: int, groups: int, heads: int, hea
         raise KernelArgumentError(f"q has {batch} sequences; splits were allocated for {splits.max_batch}")
 
 
-def _macros(activation: torch.dtype, pages: KVPages, num_heads: int) -> dict[str, int]:
-    return {
-        "ACTIVATION_BF16": int(activation is torch.bfloat16),
-        "KV_FORMAT": FORMAT_NUMBERS[pages.format],
-        "HEAD_DIM": pages.head_dim,
-        "HEAD_TILES": _head_tiles(pages, num_heads),
-    }
-
-
-def _head_tiles(pages: KVPages, num_heads: int) -> int:
-    """Query heads of a work item, in eights; more than registers hold are several items."""
-    return 2 if num_heads > 8 * pages.num_kv_heads and pages.head_dim <= 128 else 1
-
-
-def _warps(pages: KVPages, num_heads: int) -> int:
-    """Of a block; paged_decode.cu has the same rule."""
-    return 4 if 8 * _head_tiles(pages, num_heads) * pages.head_dim > 1024 else 8
-
-
 def _group(pages: KVPages, num_heads: int) -> tuple[int, int]:
     """(query heads that a work item has room for, groups of them in all). Raises KernelArgumentError."""
     check_multiple("H", num_heads, pages.num_kv_heads)
-    heads = 8 * _head_tiles(pages, num_heads)
-    return heads, pages.num_kv_heads * -(-num_heads // pages.num_kv_heads // heads)
+    shared_by = num_heads // pages.num_kv_heads
+    heads = 16 if shared_by > 8 and pages.head_dim <= 128 else 8
+    return heads, pages.num_kv_heads * -(-shared_by // heads)
+
+
+@functools.cache
+def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -> dict[str, int]:
+    """`head_tiles`: eights of query heads. As many warps and tokens under way as there are registers for."""
+    if 8 * head_tiles * head_dim > 1024:
+        warps, blocks, tiles = 4, 2, 1
+    elif kv_format in ("fp16", "bf16") or head_tiles > 1:
+        warps, blocks, tiles = 8, 1, 2
+    else:
+        warps, blocks, tiles = 6, 2, 2
+    return {
+        "ACTIVATION_BF16": int(bf16),
+        "KV_FORMAT": FORMAT_NUMBERS[kv_format],
+        "HEAD_DIM": head_dim,
+        "HEAD_TILES": head_tiles,
+        "WARPS": warps,
+        "BLOCKS_PER_SM": blocks,
+        "TILES": tiles,
+    }
+
+
+VARIANTS = tuple(
+    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles))
+    for bf16, kv_format, head_dim, head_tiles in itertools.product((False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2))
+    if head_tiles == 1 or head_dim <= 128
+)
 
 
 # ---- Reference ------------------------------------------------------------------------------------------------------
@@ -203,24 +207,8 @@ def paged_decode_reference(q: Tensor, pages: KVPages, layer: int, block_tables: 
     for row, length in enumerate(context_lens.tolist()):
         if length == 0:
             continue
-        blocks = block_tables[row, : -(-length // pages.block_size)].long()
-        k, v = (_read_tokens(pages, blocks, pages.layer_offset(layer), part)[:, :length] for part in (0, 1))
+        k, v = (x.double().transpose(0, 1) for x in stored_keys_and_values(pages, layer, block_tables[row], length))
         heads = q[row].double().view(pages.num_kv_heads, -1, pages.head_dim)
         weights = torch.softmax(heads @ k.transpose(1, 2) / math.sqrt(pages.head_dim), dim=-1)
         out[row] = (weights @ v).flatten()
     return out
-
-
-def _read_tokens(pages: KVPages, blocks: Tensor, offset: int, part: int) -> Tensor:
-    """K (part 0) or V (1) of `blocks` in the layer at `offset`: fp64 [num_kv_heads, tokens, head_dim]."""
-    size = pages.num_kv_heads * pages.plane_bytes
-    planes = pages.pool[blocks, offset + part * size : offset + (part + 1) * size]
-    planes = planes.reshape(len(blocks), pages.num_kv_heads, pages.plane_bytes)
-    stored = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}.get(pages.format)
-    stored = stored or {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[pages.format]
-    elements = pages.block_size * pages.head_dim * stored.itemsize
-    values = planes[..., :elements].contiguous().view(stored).double()
-    values = values.view(len(blocks), pages.num_kv_heads, pages.block_size, pages.head_dim)
-    if pages.format == "int8":
-        values = values * planes[..., elements:].contiguous().view(torch.float16).double()[..., None]
-    return values.transpose(0, 1).flatten(1, 2)

@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32 pack_pair(float low, float high) {
     return reinterpret_cast<const uint32 &>(pair);
 }
 
-// Words that each hold two elements, from words as they are stored: one from one, or two from one of the 1-byte formats.
+// Words that each hold two elements, from words as they are stored: one from one, or two in the 1-byte formats.
 constexpr int PAIRS_PER_WORD = 2 / KV_ELEMENT_BYTES;
 
 #if KV_FORMAT == 2
@@ -51,7 +51,8 @@ __device__ __forceinline__ void to_pairs(uint32 word, uint32 (&pairs)[PAIRS_PER_
 }
 #elif KV_FORMAT == 3 && __CUDA_ARCH__ >= 890 && !SOFTWARE_FP8
 __device__ __forceinline__ void to_pairs(uint32 word, uint32 (&pairs)[PAIRS_PER_WORD]) {
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
         : "=r"(pairs[0]), "=r"(pairs[1])
         : "r"(word));
 }
@@ -59,7 +60,8 @@ __device__ __forceinline__ void to_pairs(uint32 word, uint32 (&pairs)[PAIRS_PER_
 // The seven bits below the sign, moved to where half keeps exponent and mantissa, are the number / 256, subnormals too.
 // 480 would be exponent 15, mantissa 7: the format's NaN.
 __device__ __forceinline__ void to_pairs(uint32 word, uint32 (&pairs)[PAIRS_PER_WORD]) {
-    const __half2 bias = __half2half2(__ushort_as_half(0x5c00)), nan = __half2half2(__ushort_as_half(0x5f80));  // 256, 480
+    const __half2 bias = __half2half2(__ushort_as_half(0x5c00));  // 256
+    const __half2 nan = __half2half2(__ushort_as_half(0x5f80));   // 480
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const uint32 high = __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424);  // each code in the upper byte of a half

@@ -1,4 +1,4 @@
-// Tensor core instructions of SM80 and later, one warp each: D[16x8] += A[16x16] B[16x8], and the moves of its operands.
+// Tensor core instructions of SM80 and later, one warp each: D[16x8] += A[16x16] B[16x8], and moves of its operands.
 //
 // Lane 4g + t holds, as pairs of 16-bit values with the lower index in the lower half:
 //   A  a[0] = (row g, columns 2t, 2t+1)   a[1] = (g+8, 2t..)   a[2] = (g, 2t+8..)   a[3] = (g+8, 2t+8..)

@@ -3,38 +3,30 @@
 // All query heads of a KV head are computed together, so K and V are read once. Tensor cores work on the transposed
 // problem, tokens in the rows of K and dimensions in the rows of V^T, so that the few heads fill the 8 columns:
 //   S^T [16 tokens x 8 heads] = K [16 x D] Q^T,   O^T [D x 8 heads] += V^T [D x 16] P^T [16 x 8].
-// Which dimension is which step of a product, and which token which row, is free. It is chosen so that every lane loads
-// its own fragments from global memory, in pieces of up to 16 bytes that fill whole sectors; nothing is staged.
+// Which dimension is which step of a product, and which token which row, is free. It is chosen so that every lane
+// loads its own fragments from global memory, in pieces of up to 16 bytes that fill whole sectors; nothing is staged.
 //
 // The grid is fixed: its blocks take work items (sequence, split, KV head) in turn. The warps of a block take the steps
-// of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the next item are on
-// their way. Splits of a sequence are merged in a tree of fixed shape, each node by the block that ends last in it. So a
-// result depends on the sequence and on split_tokens, and on nothing else.
+// of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the next item are
+// on their way. Splits of a sequence are merged in a tree of fixed shape, each node by the block that ends last in it.
+// So a result depends on the sequence and on split_tokens, and on nothing else.
+//
+// Macros, besides those of the headers: HEAD_DIM; HEAD_TILES, eights of query heads in an item; WARPS of a block and
+// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time.
 #include "kv_read.cuh"
 #include "mma.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int HEADS = 8 * HEAD_TILES;  // query heads of one item
 constexpr int ROW_BYTES = D * KV_ELEMENT_BYTES;
-constexpr bool IS_LARGE = HEADS * D > 1024;  // the output takes so many registers that less can be on its way
-
-#ifndef WARPS
-#define WARPS (IS_LARGE ? 4 : 8)
-#endif
-#ifndef TILES
-#define TILES (IS_LARGE ? 1 : 2)
-#endif
-#ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM (8 / WARPS)
-#endif
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE = 16;                          // tokens
-constexpr int STEP = TILES * TILE;                // tokens a warp takes at a time
-constexpr int STRIDE = WARPS * STEP;              // tokens from a warp's step to its next
-constexpr int PRODUCT_STEPS = D / 16;             // of Q K
-constexpr int OUTPUT_TILES = D / 16;              // of O^T, 16 dimensions each
+constexpr int TILE = 16;              // tokens
+constexpr int STEP = TILES * TILE;    // tokens a warp takes at a time
+constexpr int STRIDE = WARPS * STEP;  // tokens from a warp's step to its next
+constexpr int PRODUCT_STEPS = D / 16;  // of Q K
+constexpr int OUTPUT_TILES = D / 16;   // of O^T, 16 dimensions each
 constexpr int WORDS_PER_STEP = 2 / PAIRS_PER_WORD;
-constexpr int FAN = 8;                            // parts that a node of the tree merges
+constexpr int FAN = 8;  // parts that a node of the tree merges
 
 // In K, lane 4g + t reads pieces t, t + 4, ... of the rows 2g and 2g + 1 of a tile; in V, pieces g, g + 8, ... of the
 // rows 4t to 4t + 3. A run is a piece's elements.
@@ -51,7 +43,7 @@ struct Arguments {
     const uint8 *pool;
     const int *block_tables;  // [batch, max_blocks]
     const int *context_lens;  // [batch]
-    const int *plan;          // split_tokens; [batch + 1] how many splits come before a sequence; [splits] their sequences
+    const int *plan;          // split_tokens; [batch + 1] the splits before a sequence; [splits] a split's sequence
     float *partials;          // [slots, HEADS, D]: what an item of several splits has gathered
     float2 *statistics;       // [slots, HEADS]: its largest score, and the sum of weights relative to that
     int *counters;            // [slots]: how many parts of a node have ended
@@ -125,7 +117,7 @@ __device__ __forceinline__ int first_token(const Item &item) { return item.begin
 
 // ---- Tiles of the pool ----------------------------------------------------------------------------------------------
 
-// Where a tile's rows of K begin, and their scales; the same of V lies `value_offset` further on.
+// Where a tile's rows of K begin, and their scales; the same of V is `value_offset` further on.
 struct Tile {
     const uint8 *keys, *scales;
 };
@@ -135,12 +127,14 @@ __device__ __forceinline__ int value_offset(const Arguments &arguments) {
 }
 
 // The tiles of a step. Those past the sequence's end are its last one again, so that all may be loaded.
-__device__ __forceinline__ void find_tiles(Tile (&tiles)[TILES], const Arguments &arguments, int sequence, int kv_head, int token, int end) {
+__device__ __forceinline__ void find_tiles(Tile (&tiles)[TILES], const Arguments &arguments, int sequence, int kv_head,
+                                           int token, int end) {
     const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
         const uint32 inside = min(token + TILE * i, (end - 1) & -TILE);
-        const uint32 block = inside / static_cast<uint32>(arguments.block_size), row = inside - block * arguments.block_size;
+        const uint32 block = inside / static_cast<uint32>(arguments.block_size);
+        const uint32 row = inside - block * arguments.block_size;
         const uint8 *plane = arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes +
                              arguments.layer_offset + kv_head * plane_bytes(arguments.block_size, D);
         tiles[i] = {plane + row * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * row};
@@ -167,7 +161,8 @@ __device__ __forceinline__ void load_keys(Keys &keys, const Tile (&tiles)[TILES]
         for (int piece = 0; piece < KEY_WORDS * 4 / KEY_PIECE; piece++) {
 #pragma unroll
             for (int row = 0; row < 2; row++)
-                load<KEY_PIECE>(keys.words[i][row] + piece * KEY_PIECE / 4, own + row * ROW_BYTES + 4 * piece * KEY_PIECE);
+                load<KEY_PIECE>(keys.words[i][row] + piece * KEY_PIECE / 4,
+                                own + row * ROW_BYTES + 4 * piece * KEY_PIECE);
         }
         if constexpr (KV_SCALED) load<4>(reinterpret_cast<uint32 *>(&keys.scales[i]), tiles[i].scales + 4 * g);
     }
@@ -177,42 +172,33 @@ __device__ __forceinline__ void load_values(Values &values, const Tile (&tiles)[
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-        if constexpr (KV_SCALED) load<4>(reinterpret_cast<uint32 *>(&values.scales[i]), tiles[i].scales + offset + 4 * g);
+        if constexpr (KV_SCALED)
+            load<4>(reinterpret_cast<uint32 *>(&values.scales[i]), tiles[i].scales + offset + 4 * g);
         const uint8 *own = tiles[i].keys + offset + 4 * t * ROW_BYTES + g * VALUE_PIECE;
 #pragma unroll
         for (int piece = 0; piece < VALUE_WORDS * 4 / VALUE_PIECE; piece++) {
 #pragma unroll
             for (int row = 0; row < 4; row++)
-                load<VALUE_PIECE>(values.words[i][row] + piece * VALUE_PIECE / 4, own + row * ROW_BYTES + 8 * piece * VALUE_PIECE);
+                load<VALUE_PIECE>(values.words[i][row] + piece * VALUE_PIECE / 4,
+                                  own + row * ROW_BYTES + 8 * piece * VALUE_PIECE);
         }
     }
 }
 
-__device__ __forceinline__ void load_first(Keys &keys, Values &values, const Arguments &arguments, const Item &item) {
-    if (first_token(item) >= item.end) return;
-    Tile tiles[TILES];
-    find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
-    load_keys(keys, tiles);
-    load_values(values, tiles, value_offset(arguments));
-}
-
-// Brings a warp's first tiles into the L2 cache, which is right at any time: what is written later is written there.
-__device__ __forceinline__ void prefetch_first(const Arguments &arguments, const Item &item) {
-    if (first_token(item) >= item.end) return;
-    Tile tiles[TILES];
-    find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
+// Brings tiles into the L2 cache, which is right at any time: what is written later is written there.
+__device__ __forceinline__ void prefetch(const Tile (&tiles)[TILES], int offset) {
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-        for (int offset = threadIdx.x % WARP * 128; offset < TILE * ROW_BYTES; offset += WARP * 128) {
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + offset));
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + value_offset(arguments) + offset));
+        for (int line = threadIdx.x % WARP * 128; line < TILE * ROW_BYTES; line += WARP * 128) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + line));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + offset + line));
         }
     }
 }
 
 // ---- Queries --------------------------------------------------------------------------------------------------------
 
-// The B fragments of Q^T, and what turns a product with them into a score in powers of two, per head column of the lane.
+// The B fragments of Q^T, and per head column of the lane what turns a product into a score in powers of two.
 struct Queries {
     uint32 pairs[HEAD_TILES][PRODUCT_STEPS][2];
     float factors[HEAD_TILES][2];
@@ -255,12 +241,14 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Arguments &
     for (int n = 0; n < HEAD_TILES; n++) {
         uint32 (&pairs)[PRODUCT_STEPS][2] = queries.pairs[n];
         const int head = 8 * n + g;
-        const Activation *row = arguments.q + (static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head + head) * D;
+        const size_t query = static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head + head;
+        const Activation *row = arguments.q + query * D;
 #pragma unroll
         for (int i = 0; i < PRODUCT_STEPS / 2; i++) {  // 8 neighbours are 2 steps
             const int piece = 8 * i / KEY_RUN, inside = 8 * i % KEY_RUN;
             uint4 words = {0, 0, 0, 0};
-            if (head < item.heads) words = __ldcg(reinterpret_cast<const uint4 *>(row + (4 * piece + t) * KEY_RUN + inside));
+            if (head < item.heads)
+                words = __ldcg(reinterpret_cast<const uint4 *>(row + (4 * piece + t) * KEY_RUN + inside));
             pairs[2 * i][0] = words.x, pairs[2 * i][1] = words.y;
             pairs[2 * i + 1][0] = words.z, pairs[2 * i + 1][1] = words.w;
         }
@@ -268,7 +256,7 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Arguments &
         if constexpr (ACTIVATION_BF16 && KV_FORMAT != 1) factor = fit_to_half(pairs);
         if constexpr (!ACTIVATION_BF16 && KV_FORMAT == 1) factor = round_to_bf16(pairs);
 #pragma unroll
-        for (int column = 0; column < 2; column++)  // lane 4g has the factor of head g; this lane's columns are 2t and 2t + 1
+        for (int column = 0; column < 2; column++)  // lane 4g has head g's; this lane's columns are 2t and 2t + 1
             queries.factors[n][column] = arguments.scale * __shfl_sync(0xffffffffu, factor, 4 * (2 * t + column));
     }
 }
@@ -317,7 +305,8 @@ __device__ __forceinline__ void find_scores(Scores &scores, const Queries &queri
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; n++) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) scores[i][n][j] *= queries.factors[n][j % 2] * (j < 2 ? row_scales.x : row_scales.y);
+            for (int j = 0; j < 4; j++)
+                scores[i][n][j] *= queries.factors[n][j % 2] * (j < 2 ? row_scales.x : row_scales.y);
         }
     }
 }
@@ -331,7 +320,8 @@ __device__ __forceinline__ void mask_scores(Scores &scores, Values &values, int 
         for (int row = 0; row < 2; row++) {
             if (TILE * i + 2 * g + row < remaining) continue;
 #pragma unroll
-            for (int n = 0; n < HEAD_TILES; n++) scores[i][n][2 * row] = scores[i][n][2 * row + 1] = negative_infinity();
+            for (int n = 0; n < HEAD_TILES; n++)
+                scores[i][n][2 * row] = scores[i][n][2 * row + 1] = negative_infinity();
             if constexpr (KV_SCALED) (row == 0 ? values.scales[i].x : values.scales[i].y) = __ushort_as_half(0);
         }
     }
@@ -356,12 +346,15 @@ __device__ __forceinline__ float row_scale(const __half2 (&scales)[TILES], int i
 }
 
 // Of a scale; 0 counts as the smallest that half has, 2^-24.
-__device__ __forceinline__ float exponent_of(float x) { return static_cast<float>(max(__float_as_int(x) >> 23 & 0xff, 103) - 127); }
+__device__ __forceinline__ float exponent_of(float x) {
+    return static_cast<float>(max(__float_as_int(x) >> 23 & 0xff, 103) - 127);
+}
 
 // One head column: scores become weights relative to the largest score so far, and what was gathered becomes so too.
 // V's scales go into the weights that the product takes; so that half holds these whatever the scales are, "largest" is
 // then the largest of score + exponent of the scale.
-__device__ __forceinline__ void weigh_column(Gathered &gathered, Scores &scores, const Values &values, int n, int column) {
+__device__ __forceinline__ void weigh_column(Gathered &gathered, Scores &scores, const Values &values, int n,
+                                             int column) {
     float largest = gathered.largest[n][column];
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++) {
@@ -369,7 +362,8 @@ __device__ __forceinline__ void weigh_column(Gathered &gathered, Scores &scores,
         largest = fmaxf(largest, KV_SCALED ? score + exponent_of(row_scale(values.scales, i)) : score);
     }
 #pragma unroll
-    for (int distance = 4; distance < WARP; distance *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    for (int distance = 4; distance < WARP; distance *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
     const float shrink = exp2_fast(gathered.largest[n][column] - largest);
     gathered.largest[n][column] = largest;
     gathered.sum[n][column] *= shrink;
@@ -388,7 +382,9 @@ __device__ __forceinline__ void weigh_column(Gathered &gathered, Scores &scores,
 }
 
 // The B fragments of P^T.
-__device__ __forceinline__ void weigh(Gathered &gathered, uint32 (&weights)[TILES][HEAD_TILES][2], Scores &scores, const Values &values) {
+using Weights = uint32[TILES][HEAD_TILES][2];
+
+__device__ __forceinline__ void weigh(Gathered &gathered, Weights &weights, Scores &scores, const Values &values) {
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++) {
         weigh_column(gathered, scores, values, n, 0);
@@ -401,7 +397,7 @@ __device__ __forceinline__ void weigh(Gathered &gathered, uint32 (&weights)[TILE
     }
 }
 
-__device__ __forceinline__ void multiply_values(Gathered &gathered, const uint32 (&weights)[TILES][HEAD_TILES][2], const Values &values) {
+__device__ __forceinline__ void multiply_values(Gathered &gathered, const Weights &weights, const Values &values) {
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
 #pragma unroll
@@ -422,21 +418,28 @@ __device__ __forceinline__ void multiply_values(Gathered &gathered, const uint32
 
 // A warp's steps of an item, of which the first is in `keys` and `values`, or on its way there. Leaves the first of
 // `next` there: as soon as a step's K or V is consumed, that of the step after it is asked for.
-__device__ __forceinline__ void attend(Gathered &gathered, Keys &keys, Values &values, const Queries &queries, const Arguments &arguments, const Item &item, const Item &next) {
-    if (first_token(item) >= item.end) load_first(keys, values, arguments, next);
+__device__ __forceinline__ void attend(Gathered &gathered, Keys &keys, Values &values, const Queries &queries,
+                                       const Arguments &arguments, const Item &item, const Item &next) {
+    if (first_token(item) >= item.end && first_token(next) < next.end) {
+        Tile tiles[TILES];
+        find_tiles(tiles, arguments, next.sequence, next.kv_head, first_token(next), next.end);
+        load_keys(keys, tiles);
+        load_values(values, tiles, value_offset(arguments));
+    }
 #pragma unroll 1
     for (int token = first_token(item); token < item.end; token += STRIDE) {
         const int remaining = item.end - token;
         const bool goes_on = remaining > STRIDE;
         const int ahead = goes_on ? token + STRIDE : first_token(next), end = goes_on ? item.end : next.end;
+        const int sequence = goes_on ? item.sequence : next.sequence, kv_head = goes_on ? item.kv_head : next.kv_head;
         const bool loads = ahead < end;
         Tile tiles[TILES];
-        if (loads) find_tiles(tiles, arguments, goes_on ? item.sequence : next.sequence, goes_on ? item.kv_head : next.kv_head, ahead, end);
+        if (loads) find_tiles(tiles, arguments, sequence, kv_head, ahead, end);
         Scores scores;
         find_scores(scores, queries, keys);
         if (remaining < STEP) mask_scores(scores, values, remaining);
         if (loads) load_keys(keys, tiles);
-        uint32 weights[TILES][HEAD_TILES][2];
+        Weights weights;
         weigh(gathered, weights, scores, values);
         if (remaining < STEP) mask_values(values, remaining);
         multiply_values(gathered, weights, values);
@@ -468,15 +471,18 @@ template <int COUNT> __device__ __forceinline__ Part merge(const Part (&parts)[C
 }
 
 // No token, no weight: zeros. A sum that is NaN stays NaN.
-__device__ __forceinline__ void store_output(const Arguments &arguments, const Item &item, int head, int dim, const Part &part) {
-    const float inverse = part.statistics.y == 0.f ? 0.f : 1.f / part.statistics.y;
-    const Activation values[4] = {from_float<Activation>(part.output.x * inverse), from_float<Activation>(part.output.y * inverse),
-                                  from_float<Activation>(part.output.z * inverse), from_float<Activation>(part.output.w * inverse)};
+__device__ __forceinline__ void store_output(const Arguments &arguments, const Item &item, int head, int dim,
+                                             const Part &part) {
+    const float inverse = part.statistics.y == 0.f ? 0.f : __fdividef(1.f, part.statistics.y);
+    const float4 x = part.output;
+    const Activation values[4] = {from_float<Activation>(x.x * inverse), from_float<Activation>(x.y * inverse),
+                                  from_float<Activation>(x.z * inverse), from_float<Activation>(x.w * inverse)};
     const size_t row = static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head + head;
     *reinterpret_cast<uint2 *>(arguments.out + row * D + dim) = reinterpret_cast<const uint2 &>(values);
 }
 
-__device__ __forceinline__ void store_partial(const Arguments &arguments, int slot, int head, int dim, const Part &part) {
+__device__ __forceinline__ void store_partial(const Arguments &arguments, int slot, int head, int dim,
+                                              const Part &part) {
     const size_t row = static_cast<size_t>(slot) * HEADS + head;
     *reinterpret_cast<float4 *>(arguments.partials + row * D + dim) = part.output;
     if (dim == 0) arguments.statistics[row] = part.statistics;
@@ -485,7 +491,8 @@ __device__ __forceinline__ void store_partial(const Arguments &arguments, int sl
 // Past L1, which knows nothing of other blocks' writes.
 __device__ __forceinline__ Part load_partial(const Arguments &arguments, int slot, int head, int dim) {
     const size_t row = static_cast<size_t>(slot) * HEADS + head;
-    return {__ldcg(reinterpret_cast<const float4 *>(arguments.partials + row * D + dim)), __ldcg(arguments.statistics + row)};
+    return {__ldcg(reinterpret_cast<const float4 *>(arguments.partials + row * D + dim)),
+            __ldcg(arguments.statistics + row)};
 }
 
 struct Shared {
@@ -496,7 +503,6 @@ struct Shared {
 
 __device__ __forceinline__ void share(Shared &shared, Gathered &gathered) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    __syncthreads();  // the item before has been read
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; i++) {
         const int n = i / 2, column = i % 2, head = 8 * n + 2 * t + column;
@@ -522,7 +528,8 @@ __device__ __forceinline__ void merge_warps(const Shared &shared, const Argument
         Part parts[WARPS];
 #pragma unroll
         for (int warp = 0; warp < WARPS; warp++)
-            parts[warp] = {*reinterpret_cast<const float4 *>(&shared.output[warp][head][dim]), shared.statistics[warp][head]};
+            parts[warp] = {*reinterpret_cast<const float4 *>(&shared.output[warp][head][dim]),
+                           shared.statistics[warp][head]};
         if (item.splits == 1) {
             store_output(arguments, item, head, dim, merge(parts));
         } else {
@@ -531,8 +538,8 @@ __device__ __forceinline__ void merge_warps(const Shared &shared, const Argument
     }
 }
 
-// Whether this block is the last of `count` to come here with `counter`, which is zero again then. What the others wrote
-// before is visible to the last one.
+// Whether this block is the last of `count` to come here with `counter`, which is zero again then. What the others
+// wrote before is visible to the last one.
 __device__ __forceinline__ bool comes_last(Shared &shared, int *counter, int count) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -545,8 +552,8 @@ __device__ __forceinline__ bool comes_last(Shared &shared, int *counter, int cou
     return shared.is_last;
 }
 
-// From a split's partial up the tree to the output. A node's partial lies in the slot of its first split; the counter of
-// a node of level l is that of the l-th split after it, which no other node counts with.
+// From a split's partial up the tree to the output. A node's partial lies in the slot of its first split; the counter
+// of a node of level l is that of the l-th split after it, which no other node counts with.
 __device__ __forceinline__ void merge_splits(Shared &shared, const Arguments &arguments, const Item &item) {
     const int slot_of_sequence = item.slot - item.split * item.groups;
 #pragma unroll 1
@@ -575,7 +582,8 @@ __device__ __forceinline__ void merge_splits(Shared &shared, const Arguments &ar
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments, const Item &item, const Item &next) {
+__device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments,
+                                             const Item &item, const Item &next) {
     Queries queries;
     load_queries(queries, arguments, item);
     Gathered gathered = {};
@@ -588,26 +596,37 @@ __device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *context_lens, const int *plan,
-                 float *partials, float2 *statistics, int *counters, Activation *out, int batch, int max_blocks, int num_heads,
-                 int num_kv_heads, int block_size, int block_bytes, int layer_offset, float scale) {
+    paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *context_lens,
+                 const int *plan, float *partials, float2 *statistics, int *counters, Activation *out, int batch,
+                 int max_blocks, int num_heads, int num_kv_heads, int block_size, int block_bytes, int layer_offset,
+                 float scale) {
     let_next_kernel_start();
-    const Arguments arguments = {q, pool, block_tables, context_lens, plan, partials, statistics, counters, out, batch, max_blocks,
-                                 num_heads, num_kv_heads, block_size, block_bytes, layer_offset, scale};
+    const Arguments arguments = {q,           pool,      block_tables, context_lens, plan,        partials,
+                                 statistics,  counters,  out,          batch,        max_blocks,  num_heads,
+                                 num_kv_heads, block_size, block_bytes, layer_offset, scale};
     __shared__ Shared shared;
     const int items = count_items(arguments);
     int index = blockIdx.x;
     Item item = find_item(arguments, index, items);
-    prefetch_first(arguments, item);
+    const bool loads = first_token(item) < item.end;
+    Tile tiles[TILES];
+    if (loads) {
+        find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
+        prefetch(tiles, value_offset(arguments));
+    }
     wait_for_previous_kernel();
     Keys keys;
     Values values;
-    load_first(keys, values, arguments, item);
+    if (loads) {
+        load_keys(keys, tiles);
+        load_values(values, tiles, value_offset(arguments));
+    }
 #pragma unroll 1
     while (index < items) {
         index += gridDim.x;
         const Item next = find_item(arguments, index, items);
         compute_item(shared, keys, values, arguments, item, next);
+        if (index < items) __syncthreads();  // before the next item writes to shared memory
         item = next;
     }
 }

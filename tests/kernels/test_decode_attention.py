@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from coldblock.kernels.decode_attention import (
     plan_splits,
 )
 from coldblock.kernels.errors import KernelArgumentError
+from coldblock.kernels.loader import load
 from coldblock.kernels.pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
 from torch import Tensor
 
@@ -171,6 +173,7 @@ def test_plan_splits_what_would_leave_blocks_idle() -> None:
     assert splits([100]) == [1]
     assert splits([8192] * 32) == [6] * 32
     assert splits([32768])[0] > 16
+    assert splits([128] * 256) == [1] * 256
     assert splits([128] * 300 + [32768])[-1] > 8
 
 
@@ -279,8 +282,7 @@ def test_int8_scales_of_any_size(v_scale: float) -> None:
 @pytest.mark.parametrize("software", [0, 1])
 @pytest.mark.parametrize("kv_format", ONE_BYTE)
 def test_all_codes(kv_format: str, software: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    macros = decode_attention._macros
-    monkeypatch.setattr(decode_attention, "_macros", lambda *args: macros(*args) | {"SOFTWARE_FP8": software})
+    monkeypatch.setattr(decode_attention, "load", functools.partial(load, SOFTWARE_FP8=software))
     case = make_case(kv_format, lengths=[1, 1])
     codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(2, 128)
     case.token(0, 0)[0] = 0
