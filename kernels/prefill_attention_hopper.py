@@ -99,8 +99,7 @@ def paged_prefill_hopper(
 def _shared_bytes(head_dim: int, own: bool) -> int:
     """Of the .cu's struct Shared, and what aligning it takes."""
     tile, queries = _KEYS * head_dim * 2, _QUERIES * head_dim * 2
-    tiles = 6 * tile if own else 4 * tile + 2 * _KEYS * (head_dim + 2)
-    return tiles + queries + 256 + 1024
+    return queries + (6 * tile if own else 5 * tile + 2 * _KEYS * (head_dim + 2)) + 256 + 1024
 
 
 @functools.cache

@@ -1,12 +1,12 @@
 // Causal attention of prompt chunks over the paged pool, for SM90a: TMA fills shared memory, wgmma multiplies.
 //
-// An item of work is 128 queries of one head. A block has one warpgroup that loads and two that compute 64 queries each;
-// it takes items until none is left, of each sequence the one with the most keys first. Tiles of 128 keys are visited
-// from the last visible one down to the first. While a warpgroup turns the scores of one tile into weights, the tensor
-// cores compute its previous tile's weighted sum of values, or the other warpgroup's products.
+// An item of work is 128 queries of one head. A block has one warpgroup that loads and two that compute 64 queries
+// each; it takes items until none is left, of each sequence the one with the most keys first. Tiles of 128 keys are
+// visited from the last visible one down to the first. While a warpgroup turns the scores of one tile into weights, the
+// tensor cores compute its previous tile's weighted sum of values, or the other warpgroup's products.
 //
-// Tiles lie in shared memory in the 128-byte swizzle of wgmma.cuh: of each 64 columns (a "half") one row of 128 bytes per
-// key. K is then a K-major operand, V an N-major one.
+// Tiles lie in shared memory in the 128-byte swizzle of wgmma.cuh: of each 64 columns (a "half") one row of 128 bytes
+// per key. K is then a K-major operand, V an N-major one.
 //
 // Macros: ACTIVATION_BF16, KV_FORMAT (of 16 bits: the activation's type), HEAD_DIM (64 or 128).
 #include "common.cuh"
@@ -32,7 +32,10 @@ constexpr int PAGES = KEYS / PAGE;
 constexpr bool CONVERTED = KV_ELEMENT_BYTES == 1;  // else the pool holds Activations
 static_assert(CONVERTED || KV_FORMAT == ACTIVATION_BF16);
 constexpr int LOADERS = CONVERTED ? WARPGROUP / WARP : 1;  // warps that fill tiles
-constexpr int STAGES = CONVERTED ? 2 : 3;                  // tiles of K, and of V, in shared memory
+
+// Tiles in shared memory. V needs more: it is read a step later than K.
+enum Kind { K, V };
+constexpr int K_STAGES = CONVERTED ? 2 : 3, V_STAGES = 3;
 
 // Of a block's registers the compiler deals each thread 168; the warpgroups divide them otherwise.
 constexpr int LOADER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
@@ -54,9 +57,14 @@ struct Item {
     int context;
 };
 
+struct Sequences {
+    const int *query_starts, *context_lens;
+    int count, num_heads;
+};
+
 struct Pool {
     const uint8 *bytes;
-    const TensorMap *map;  // of rows of HEAD_DIM Activations, for boxes of PAGE rows
+    const TensorMap *rows;  // if it holds Activations: for boxes of PAGE rows
     const int *block_tables;
     int max_blocks;
     int block_shift;  // log2 of a block's tokens
@@ -65,8 +73,6 @@ struct Pool {
     int num_kv_heads;
 };
 
-enum Kind { K, V };
-
 // A tile as a pool of bytes stores it.
 struct Stored {
     alignas(16) uint8 elements[KEYS * HEAD_DIM];
@@ -74,13 +80,13 @@ struct Stored {
 };
 
 struct Shared {
-    uint8 tiles[2][STAGES][TILE_BYTES];  // of each Kind
+    uint8 tiles[K_STAGES + V_STAGES][TILE_BYTES];
     uint8 q[HALVES * QUERY_HALF_BYTES];
 #if KV_FORMAT > 1
     Stored stored[2];
     Barrier stored_full[2], stored_empty[2];
 #endif
-    Barrier full[2][STAGES], empty[2][STAGES];
+    Barrier full[K_STAGES + V_STAGES], empty[K_STAGES + V_STAGES];
     Barrier q_full, q_empty;
     Item item;
     int next_number[2];
@@ -105,22 +111,24 @@ __device__ __forceinline__ void copy_bulk(void *to, const void *from, uint32 byt
                  : "memory");
 }
 
-// Tile number `count` of a block, in a ring of stages.
-struct Place {
-    int stage;
+// Where K or V of a block's tile number `count` goes, and the parity of the place's barriers.
+template <Kind KIND> struct Place {
+    static constexpr int FIRST = KIND == K ? 0 : K_STAGES, STAGES = KIND == K ? K_STAGES : V_STAGES;
+    int index;
     uint32 parity;
-    __device__ __forceinline__ explicit Place(int count) : stage(count % STAGES), parity(count / STAGES & 1) {}
+    __device__ __forceinline__ explicit Place(int count)
+        : index(FIRST + count % STAGES), parity(count / STAGES & 1) {}
 };
 
-// ---- loading ---------------------------------------------------------------------------------------------------------
+// ---- loading --------------------------------------------------------------------------------------------------------
 
 // The item of this number, the same in all lanes; tiles = 0 when there are not so many.
-__device__ Item find_item(int number, const int *query_starts, const int *context_lens, int num_sequences, int num_heads) {
+__device__ Item find_item(const Sequences &sequences, int number) {
     const int lane = threadIdx.x % WARP;
-    int place = number / num_heads;
-    for (int first = 0; first < num_sequences; first += WARP) {
-        const int sequence = first + lane;
-        const int start = query_starts[min(sequence, num_sequences)], end = query_starts[min(sequence + 1, num_sequences)];
+    int place = number / sequences.num_heads;
+    for (int first = 0; first < sequences.count; first += WARP) {
+        const int start = sequences.query_starts[min(first + lane, sequences.count)];
+        const int end = sequences.query_starts[min(first + lane + 1, sequences.count)];
         int through = (end - start + QUERIES - 1) / QUERIES;  // items of one head, up to this lane's sequence
 #pragma unroll
         for (int offset = 1; offset < WARP; offset *= 2) {
@@ -136,10 +144,10 @@ __device__ Item find_item(int number, const int *query_starts, const int *contex
             item.first_row = __shfl_sync(0xffffffffu, start, owner) + index * QUERIES;
             item.rows = min(QUERIES, queries - index * QUERIES);
             item.sequence = first + owner;
-            item.context = context_lens[item.sequence];
+            item.context = sequences.context_lens[item.sequence];
             item.first_position = item.context - queries + index * QUERIES;
             item.tiles = (item.first_position + item.rows + KEYS - 1) / KEYS;
-            item.head = number % num_heads;
+            item.head = number % sequences.num_heads;
             return item;
         }
         place -= __shfl_sync(0xffffffffu, through, WARP - 1);
@@ -156,7 +164,8 @@ __device__ __forceinline__ void publish(Shared &shared, const Item &item, const 
         if (item.tiles == 0) return;
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-            copy_box(shared.q + half * QUERY_HALF_BYTES, q, item.head * HEAD_DIM + half * 64, item.first_row, &shared.q_full);
+            const int column = item.head * HEAD_DIM + half * 64;
+            copy_box(shared.q + half * QUERY_HALF_BYTES, q, column, item.first_row, &shared.q_full);
         }
     }
 }
@@ -169,29 +178,37 @@ __device__ __forceinline__ void sync_loaders() {
 // Each lane of a warp knows about one page of a tile.
 __device__ __forceinline__ int own_page() { return threadIdx.x % PAGES; }
 
-// A Loader fills tiles. The next one of its kind is announced one fill ahead, by its number, plane, first key and the
-// block in the pool that holds the own page.
+// Keys that are loaded together, and how many tiles their block has loaded before.
+struct Tile {
+    int count, first_key, context;
+};
+
+// A Loader fills places with tiles. The next of its kind is announced one fill ahead, with its plane and the block in
+// the pool that holds the own page.
 #if KV_FORMAT <= 1
 
 // The pool holds Activations: one warp has them copied.
 struct Loader {
     Shared &shared;
     const Pool &pool;
-    int rows[2] = {};  // of the own page in the pool, counted through all planes; negative is outside of it: copies zeros
+    int rows[2] = {};  // of the own page in the pool, counted through all planes; negative is outside: copies zeros
 
-    template <Kind KIND> __device__ __forceinline__ void announce(int, int plane, int first_key, int context, int block) {
-        const int key = first_key + own_page() * PAGE;
-        const int in_block = key & ((1 << pool.block_shift) - 1);
-        rows[KIND] = key < context ? ((block * pool.planes + plane) << pool.block_shift) + in_block : -PAGE;
+    template <Kind KIND> __device__ __forceinline__ void announce(const Tile &tile, int plane, int block) {
+        const int key = tile.first_key + own_page() * PAGE, in_block = key & ((1 << pool.block_shift) - 1);
+        rows[KIND] = key < tile.context ? ((block * pool.planes + plane) << pool.block_shift) + in_block : -PAGE;
     }
 
-    template <Kind KIND> __device__ __forceinline__ void fill(int, uint8 *tile, Barrier *full, int first_key, int context) {
-        const int rest = context - first_key;
-        const int cut = rest > 0 && rest < KEYS && rest % PAGE ? rest / PAGE : PAGES;  // the page that the context ends in
+    template <Kind KIND> __device__ __forceinline__ void fill(const Tile &tile) {
+        const Place<KIND> place(tile.count);
+        uint8 *to = shared.tiles[place.index];
+        Barrier *full = &shared.full[place.index];
+        const int rest = tile.context - tile.first_key;
+        const int cut = rest > 0 && rest < KEYS && rest % PAGE ? rest / PAGE : PAGES;  // the page the context ends in
         int row[PAGES];
 #pragma unroll
         for (int page = 0; page < PAGES; page++) row[page] = __shfl_sync(0xffffffffu, rows[KIND], page);
-        if (cut < PAGES) copy_last_page(tile, cut, __shfl_sync(0xffffffffu, rows[KIND], cut), rest % PAGE);
+        barrier_wait(&shared.empty[place.index], place.parity ^ 1);
+        if (cut < PAGES) copy_last_page(to, cut, __shfl_sync(0xffffffffu, rows[KIND], cut), rest % PAGE);
         if (elect()) {
             barrier_expect(full, TILE_BYTES - (cut < PAGES ? PAGE * HEAD_DIM * 2 : 0));
 #pragma unroll
@@ -199,7 +216,7 @@ struct Loader {
                 if (page == cut) continue;
 #pragma unroll
                 for (int half = 0; half < HALVES; half++) {
-                    copy_box(tile + half * HALF_BYTES + page * PAGE * ROW_BYTES, *pool.map, half * 64, row[page], full);
+                    copy_box(to + half * HALF_BYTES + page * PAGE * ROW_BYTES, *pool.rows, half * 64, row[page], full);
                 }
             }
         }
@@ -214,7 +231,9 @@ struct Loader {
         for (int i = threadIdx.x; i < PAGE * CHUNKS; i += WARP) {
             const int r = i / CHUNKS, chunk = i % CHUNKS;
             uint8 *to = tile + chunk / 8 * HALF_BYTES + swizzled_128(page * PAGE + r, chunk % 8 * 16);
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(chunks + i), "r"(r < count ? 16 : 0) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(chunks + i),
+                         "r"(r < count ? 16 : 0)
+                         : "memory");
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
         fence_async_proxy();
@@ -229,39 +248,43 @@ struct Loader {
     Shared &shared;
     const Pool &pool;
 
-    template <Kind KIND> __device__ __forceinline__ void announce(int count, int plane, int first_key, int context, int block) {
+    template <Kind KIND> __device__ __forceinline__ void announce(const Tile &tile, int plane, int block) {
         if (threadIdx.x >= WARP) return;
-        const int pages = min(PAGES, (context - first_key + PAGE - 1) / PAGE), block_size = 1 << pool.block_shift;
-        const size_t plane_size = plane_bytes(block_size, HEAD_DIM);
+        const int pages = min(PAGES, (tile.context - tile.first_key + PAGE - 1) / PAGE);
+        const int block_size = 1 << pool.block_shift;
         Stored &stored = shared.stored[KIND];
         Barrier *full = &shared.stored_full[KIND];
         int blocks[PAGES];
 #pragma unroll
         for (int page = 0; page < PAGES; page++) blocks[page] = __shfl_sync(0xffffffffu, block, page);
-        barrier_wait(&shared.stored_empty[KIND], (count & 1) ^ 1);
+        barrier_wait(&shared.stored_empty[KIND], (tile.count & 1) ^ 1);
         if (elect()) {
             barrier_expect(full, pages * PAGE * (HEAD_DIM + (KV_SCALED ? 2 : 0)));
 #pragma unroll
             for (int page = 0; page < PAGES; page++) {
                 if (page >= pages) break;
-                const uint8 *elements = pool.bytes + (size_t(blocks[page]) * pool.planes + plane) * plane_size;
-                const int first = (first_key + page * PAGE) & (block_size - 1), at = page * PAGE;
-                copy_bulk(stored.elements + at * HEAD_DIM, elements + first * HEAD_DIM, PAGE * HEAD_DIM, full);
-                if (KV_SCALED) copy_bulk(stored.scales + at, elements + block_size * HEAD_DIM + first * 2, PAGE * 2, full);
+                const size_t index = size_t(blocks[page]) * pool.planes + plane;
+                const uint8 *elements = pool.bytes + index * plane_bytes(block_size, HEAD_DIM);
+                const int first = (tile.first_key + page * PAGE) & (block_size - 1), to = page * PAGE;
+                copy_bulk(stored.elements + to * HEAD_DIM, elements + first * HEAD_DIM, PAGE * HEAD_DIM, full);
+                const uint8 *scales = elements + block_size * HEAD_DIM;
+                if (KV_SCALED) copy_bulk(stored.scales + to, scales + first * 2, PAGE * 2, full);
             }
         }
         __syncwarp();
     }
 
-    template <Kind KIND> __device__ __forceinline__ void fill(int count, uint8 *tile, Barrier *full, int first_key, int context) {
+    template <Kind KIND> __device__ __forceinline__ void fill(const Tile &tile) {
+        const Place<KIND> place(tile.count);
         Stored &stored = shared.stored[KIND];
-        barrier_wait(&shared.stored_full[KIND], count & 1);
-        if (first_key + KEYS > context) clear(stored, context - first_key);
-        convert(tile, stored);
+        barrier_wait(&shared.stored_full[KIND], tile.count & 1);
+        if (tile.first_key + KEYS > tile.context) clear(stored, tile.context - tile.first_key);
+        barrier_wait(&shared.empty[place.index], place.parity ^ 1);
+        convert(shared.tiles[place.index], stored);
         fence_async_proxy();
         __syncwarp();
         if (threadIdx.x % WARP == 0) {
-            arrive(full);
+            arrive(&shared.full[place.index]);
             arrive(&shared.stored_empty[KIND]);
         }
     }
@@ -276,17 +299,18 @@ struct Loader {
         sync_loaders();
     }
 
-    // A thread takes 16 elements of every ROWS-th row. Lanes that access shared memory together, 8, take 4 pieces each of
-    // two neighbouring rows, in the two halves if there are two: they meet all banks, reading and writing.
+    // A thread takes 16 elements of every ROWS-th row. The 8 lanes that access shared memory together take 4 pieces each
+    // of two neighbouring rows, in the two halves if there are two: they meet all banks, reading and writing.
     static __device__ __forceinline__ void convert(uint8 *tile, const Stored &stored) {
-        constexpr int PIECE = 16, ROWS = WARPGROUP * PIECE / HEAD_DIM, BATCH = 2;
+        constexpr int PIECE = 16, ROWS = WARPGROUP * PIECE / HEAD_DIM;
+        constexpr int BATCH = KV_SCALED ? 2 : 4;  // as registers allow
         const int lane = threadIdx.x % WARP, half = HALVES == 2 ? (lane / 4 ^ lane / 8) & 1 : 0;
         const int row = threadIdx.x / WARP * (ROWS / LOADERS) + (HALVES == 2 ? lane / 16 * 2 + lane / 4 % 2 : lane / 4);
         const uint8 *from = stored.elements + row * HEAD_DIM + half * 64 + lane % 4 * PIECE;
         uint8 *to[2];
 #pragma unroll
         for (int j = 0; j < 2; j++) to[j] = tile + half * HALF_BYTES + swizzled_128(row, lane % 4 * 32 + j * 16);
-#pragma unroll
+#pragma unroll 1
         for (int first = 0; first < KEYS; first += BATCH * ROWS) {
             uint4 pieces[BATCH];
             __half scales[BATCH];
@@ -309,7 +333,8 @@ struct Loader {
         uint32 low[PAIRS_PER_WORD], high[PAIRS_PER_WORD];
         to_pairs(low_word, low);
         to_pairs(high_word, high);
-        return {activations(low[0], scale), activations(low[1], scale), activations(high[0], scale), activations(high[1], scale)};
+        return {activations(low[0], scale), activations(low[1], scale), activations(high[0], scale),
+                activations(high[1], scale)};
     }
 
     // Of a pair of halves, scaled.
@@ -332,28 +357,27 @@ struct Loader {
 
 // `count` tiles went before; returns how many there are then.
 __device__ __forceinline__ int load_item(Loader &loader, const Item &item, int kv_head, int count) {
-    Shared &shared = loader.shared;
     const Pool &pool = loader.pool;
     const int k_plane = pool.first_plane + kv_head, v_plane = k_plane + pool.num_kv_heads;
     const int *table = pool.block_tables + size_t(item.sequence) * pool.max_blocks;
-    const auto own_block = [&](int tile) {
-        const int key = tile * KEYS + own_page() * PAGE;
-        return tile >= 0 && key < item.context ? table[key >> pool.block_shift] : 0;
+    const auto own_block = [&](const Tile &tile) {
+        const int key = tile.first_key + own_page() * PAGE;
+        return tile.first_key >= 0 && key < item.context ? table[key >> pool.block_shift] : 0;
     };
-    int tile = item.tiles - 1, block = own_block(tile);
-    loader.announce<K>(count, k_plane, tile * KEYS, item.context, block);
-    for (; tile >= 0; tile--, count++) {
-        const Place place(count);
-        const int next_block = own_block(tile - 1);
-        loader.announce<V>(count, v_plane, tile * KEYS, item.context, block);
-        barrier_wait(&shared.empty[K][place.stage], place.parity ^ 1);
-        loader.fill<K>(count, shared.tiles[K][place.stage], &shared.full[K][place.stage], tile * KEYS, item.context);
-        if (tile > 0) loader.announce<K>(count + 1, k_plane, (tile - 1) * KEYS, item.context, next_block);
-        barrier_wait(&shared.empty[V][place.stage], place.parity ^ 1);
-        loader.fill<V>(count, shared.tiles[V][place.stage], &shared.full[V][place.stage], tile * KEYS, item.context);
+    Tile tile{count, (item.tiles - 1) * KEYS, item.context};
+    int block = own_block(tile);
+    loader.announce<K>(tile, k_plane, block);
+    while (tile.first_key >= 0) {
+        const Tile next{tile.count + 1, tile.first_key - KEYS, item.context};
+        const int next_block = own_block(next);
+        loader.announce<V>(tile, v_plane, block);
+        loader.fill<K>(tile);
+        if (next.first_key >= 0) loader.announce<K>(next, k_plane, next_block);
+        loader.fill<V>(tile);
+        tile = next;
         block = next_block;
     }
-    return count;
+    return tile.count;
 }
 
 // The number of the block's next item, the same for all loading threads: items go to whoever is free.
@@ -363,15 +387,15 @@ __device__ __forceinline__ int take_number(Shared &shared, Ticket &ticket, int t
     return shared.next_number[turn];
 }
 
-__device__ void load(Shared &shared, const Pool &pool, const TensorMap &q, const int *query_starts, const int *context_lens,
-                     int num_sequences, int num_heads, Ticket &ticket) {
+__device__ void load(Shared &shared, const TensorMap &q, const Sequences &sequences, const Pool &pool, Ticket &ticket) {
     Loader loader{shared, pool};
+    const int heads_per_kv = sequences.num_heads / pool.num_kv_heads;
     int number = blockIdx.x, count = 0;
     for (int turn = 0;; turn ^= 1) {
-        const Item item = find_item(number, query_starts, context_lens, num_sequences, num_heads);
+        const Item item = find_item(sequences, number);
         if (threadIdx.x < WARP) publish(shared, item, q, turn);
         if (item.tiles == 0) break;
-        count = load_item(loader, item, item.head / (num_heads / pool.num_kv_heads), count);
+        count = load_item(loader, item, item.head / heads_per_kv, count);
         number = take_number(shared, ticket, turn);
     }
     if (threadIdx.x == 0) {  // the last block leaves the counters as it found them
@@ -380,7 +404,7 @@ __device__ void load(Shared &shared, const Pool &pool, const TensorMap &q, const
     }
 }
 
-// ---- computing -------------------------------------------------------------------------------------------------------
+// ---- computing ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -462,27 +486,30 @@ struct Consumer {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++) {
-            ldmatrix_x4(q[i], shared.q + i / 4 * QUERY_HALF_BYTES + swizzled_128(first + lane % 16, i % 4 * 32 + lane / 16 * 16));
+            const uint8 *half = shared.q + i / 4 * QUERY_HALF_BYTES;
+            ldmatrix_x4(q[i], half + swizzled_128(first + lane % 16, i % 4 * 32 + lane / 16 * 16));
         }
-        release(&shared.q_empty);
+        arrive(&shared.q_empty);
     }
 
     // scores = q K^T of tile `count`, asynchronously.
     __device__ __forceinline__ void multiply_keys() {
-        const Place place(count);
-        barrier_wait(&shared.full[K][place.stage], place.parity);
-        const uint64 tile = swizzled_descriptor(shared.tiles[K][place.stage]);
+        const Place<K> place(count);
+        barrier_wait(&shared.full[place.index], place.parity);
+        const uint64 tile = swizzled_descriptor(shared.tiles[place.index]);
         wgmma_begin();
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; i++) wgmma(scores, q[i], tile + (i / 4 * HALF_BYTES + i % 4 * 32) / 16, i > 0);
+        for (int i = 0; i < HEAD_DIM / 16; i++) {
+            wgmma(scores, q[i], tile + (i / 4 * HALF_BYTES + i % 4 * 32) / 16, i > 0);
+        }
         wgmma_commit();
     }
 
     // output += weights V of the tile before, asynchronously.
     __device__ __forceinline__ void multiply_values() {
-        const Place place(count - 1);
-        barrier_wait(&shared.full[V][place.stage], place.parity);
-        const uint64 tile = swizzled_descriptor(shared.tiles[V][place.stage], 8 * ROW_BYTES, HALF_BYTES);
+        const Place<V> place(count - 1);
+        barrier_wait(&shared.full[place.index], place.parity);
+        const uint64 tile = swizzled_descriptor(shared.tiles[place.index], 8 * ROW_BYTES, HALF_BYTES);
         wgmma_begin();
 #pragma unroll
         for (int i = 0; i < KEYS / 16; i++) wgmma<1>(output, weights[i], tile + i * 16 * ROW_BYTES / 16, true);
@@ -503,25 +530,29 @@ struct Consumer {
         }
     }
 
-    // Scores become weights, exp2(scaled score - maximum so far).
+    // Scores become weights, exp2(scaled score - maximum so far). The roundings are spelled out: left to the compiler,
+    // masked and other tiles would differ in them, and a query's result would depend on where its chunk begins.
     __device__ __forceinline__ void weigh() {
-        float base[2];
+        float base[2], sum[2] = {};
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float largest = row_max[r];
 #pragma unroll
-            for (int i = 0; i < KEYS / 2; i += 4) largest = fmaxf(largest, fmaxf(scores[i + 2 * r], scores[i + 2 * r + 1]));
+            for (int i = 0; i < KEYS / 2; i += 4) {
+                largest = fmaxf(largest, fmaxf(scores[i + 2 * r], scores[i + 2 * r + 1]));
+            }
             largest = quad_max(largest);
-            base[r] = largest == negative_infinity() ? 0.f : largest * scale;
-            rescale[r] = exp2_fast(row_max[r] * scale - base[r]);
+            base[r] = largest == negative_infinity() ? 0.f : __fmul_rn(largest, scale);
+            rescale[r] = exp2_fast(__fmaf_rn(row_max[r], scale, -base[r]));
             row_max[r] = largest;
-            row_sum[r] *= rescale[r];
         }
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) {
-            scores[i] = exp2_fast(scores[i] * scale - base[i / 2 % 2]);
-            row_sum[i / 2 % 2] += scores[i];
+            scores[i] = exp2_fast(__fmaf_rn(scores[i], scale, -base[i / 2 % 2]));
+            sum[i / 2 % 2] += scores[i];
         }
+#pragma unroll
+        for (int r = 0; r < 2; r++) row_sum[r] = __fmaf_rn(row_sum[r], rescale[r], sum[r]);
     }
 
     __device__ __forceinline__ void round_weights() {
@@ -541,7 +572,7 @@ struct Consumer {
         multiply_keys();
         wgmma_wait<0>();
         wgmma_settle(scores);
-        release(&shared.empty[K][Place(count++).stage]);
+        release(&shared.empty[Place<K>(count++).index]);
         mask(last_seen);
         weigh();
         round_weights();
@@ -555,7 +586,7 @@ struct Consumer {
         give_turn(warpgroup ^ 1);
         wgmma_wait<1>();
         wgmma_settle(scores);
-        release(&shared.empty[K][Place(count).stage]);
+        release(&shared.empty[Place<K>(count).index]);
         // Without a branch here the compiler moves the wait below in front of the arithmetic it is to overlap with.
         if (wanted) {
             if (MASKED) mask(last_seen);
@@ -577,7 +608,7 @@ struct Consumer {
         wgmma_wait<0>();
         wgmma_settle(output);
         keep(weights);
-        release(&shared.empty[V][Place(count - 1).stage]);
+        release(&shared.empty[Place<V>(count - 1).index]);
     }
 
     // `row` is this thread's row g of the item, `out` points to the item's first row and head.
@@ -624,34 +655,32 @@ __device__ __forceinline__ void compute(Shared &shared, Activation *out, int num
 #pragma unroll 1
         for (; tile >= 0; tile--) consumer.step<false>(0);
         consumer.finish();
-        consumer.store(out + (size_t(item.first_row) * num_heads + item.head) * HEAD_DIM, num_heads * HEAD_DIM, row, item.rows);
+        const size_t first = (size_t(item.first_row) * num_heads + item.head) * HEAD_DIM;
+        consumer.store(out + first, num_heads * HEAD_DIM, row, item.rows);
     }
 }
 
-// One thread's work. `arrivals` that fill a tile: one per loading warp; that empty it: one per computing warp.
+// One thread's work. A tile is filled by the loading warps, and emptied by the computing ones.
 __device__ void init_barriers(Shared &shared) {
     constexpr int READERS = CONSUMERS * WARPGROUP / WARP;
-    for (int kind = K; kind <= V; kind++) {
-        for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(&shared.full[kind][stage], LOADERS);
-            barrier_init(&shared.empty[kind][stage], READERS);
-        }
+    for (Barrier &barrier : shared.full) barrier_init(&barrier, LOADERS);
+    for (Barrier &barrier : shared.empty) barrier_init(&barrier, READERS);
 #if KV_FORMAT > 1
-        barrier_init(&shared.stored_full[kind], 1);
-        barrier_init(&shared.stored_empty[kind], LOADERS);
+    for (Barrier &barrier : shared.stored_full) barrier_init(&barrier, 1);
+    for (Barrier &barrier : shared.stored_empty) barrier_init(&barrier, LOADERS);
 #endif
-    }
     barrier_init(&shared.q_full, 1);
-    barrier_init(&shared.q_empty, READERS);
+    barrier_init(&shared.q_empty, CONSUMERS * WARPGROUP);
     fence_barrier_init();
 }
 
-// q, out [T, num_heads * HEAD_DIM]; sequence s has the rows query_starts[s] .. query_starts[s + 1]. `map` describes the pool
-// (of Activations).
+// q and out are [T, num_heads * HEAD_DIM]; sequence s has their rows query_starts[s] to query_starts[s + 1]. `rows` is the
+// map of a pool of Activations as [planes * block size, HEAD_DIM].
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    paged_prefill_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap map, const uint8 *pool_bytes, const int *block_tables,
-                         const int *query_starts, const int *context_lens, Activation *out, int num_sequences, int max_blocks,
-                         int block_shift, int planes, int first_plane, int num_heads, int num_kv_heads, float scale, int ticket) {
+    paged_prefill_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap rows,
+                         const uint8 *pool_bytes, const int *block_tables, const int *query_starts,
+                         const int *context_lens, Activation *out, int num_sequences, int max_blocks, int block_shift,
+                         int planes, int first_plane, int num_heads, int num_kv_heads, float scale, int ticket) {
     extern __shared__ uint8 unaligned[];
     Shared &shared = *reinterpret_cast<Shared *>(unaligned + (-shared_address(unaligned) & 1023));
     if (threadIdx.x == 0) init_barriers(shared);
@@ -660,8 +689,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     let_next_kernel_start();
     if (threadIdx.x < WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-        const Pool pool{pool_bytes, &map, block_tables, max_blocks, block_shift, planes, first_plane, num_kv_heads};
-        if (threadIdx.x < LOADERS * WARP) load(shared, pool, q, query_starts, context_lens, num_sequences, num_heads, tickets[ticket]);
+        const Sequences sequences{query_starts, context_lens, num_sequences, num_heads};
+        const Pool pool{pool_bytes, &rows, block_tables, max_blocks, block_shift, planes, first_plane, num_kv_heads};
+        if (threadIdx.x < LOADERS * WARP) load(shared, q, sequences, pool, tickets[ticket]);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         compute(shared, out, num_heads, scale);
