@@ -24,7 +24,8 @@ from .w4 import SMALLEST_GROUP, UNIT_K, UNIT_ROWS, W4Matrix
 ARCHITECTURE = "sm_90a"
 
 _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK, _RESERVED = 228 * 1024, 227 * 1024, 1024
-_MOST_STAGES = 12
+_MOST_STAGES = 8
+_STAGE_UNITS = 2
 _UNIT_WORDS, _SCALE_HALVES = 128, 32  # of a unit's codes, and of its 16 rows' scales in one group
 
 
@@ -37,28 +38,30 @@ class Tiling:
     splits: int
     multicast: int
     resident: int
+    batch: int = 1
 
-    def stage_bytes(self, unit_groups: int) -> int:
-        """Of a unit of 64 k: x, codes, scales."""
-        unit_rows = 4 * self.warpgroups
-        fetched = self.tile_m * UNIT_K * 2 + unit_rows * (_UNIT_WORDS * 4 + unit_groups * _SCALE_HALVES * 2)
-        return -(-fetched // 1024) * 1024
+    def stage_bytes(self, stage_groups: int) -> int:
+        """Of a piece of 128 k: x, codes, scales."""
+        x = self.tile_m * _STAGE_UNITS * UNIT_K * 2
+        codes, scales = _STAGE_UNITS * _UNIT_WORDS * 4, stage_groups * _SCALE_HALVES * 2
+        return -(-(x + 4 * self.warpgroups * (codes + scales)) // 1024) * 1024
 
-    def stages(self, unit_groups: int) -> int:
+    def stages(self, stage_groups: int) -> int:
         """As many as fit when `resident` blocks share a multiprocessor."""
         room = min(_SHARED_OF_BLOCK, _SHARED_OF_MULTIPROCESSOR // self.resident - _RESERVED) - 16 * _MOST_STAGES
-        return min(_MOST_STAGES, room // self.stage_bytes(unit_groups))
+        return min(_MOST_STAGES, room // self.stage_bytes(stage_groups))
 
-    def macros(self, unit_groups: int) -> dict[str, int]:
+    def macros(self, stage_groups: int) -> dict[str, int]:
         """Of w4_wide.cu, but for the activation type and silu."""
         return {
-            "UNIT_GROUPS": unit_groups,
+            "STAGE_GROUPS": stage_groups,
             "WARPGROUPS": self.warpgroups,
             "TILE_M": self.tile_m,
             "SPLITS": self.splits,
             "MULTICAST": self.multicast,
-            "STAGES": self.stages(unit_groups),
+            "STAGES": self.stages(stage_groups),
             "RESIDENT": self.resident,
+            "BATCH": self.batch,
         }
 
 
@@ -107,25 +110,26 @@ def _tiling(matrix: W4Matrix, m: int) -> Tiling:
 
 def _launch(tiling: Tiling, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
     m, (unit_rows, units), groups = x.shape[0], matrix.codes.shape[:2], matrix.scales.shape[1]
-    unit_groups = 2 if groups > 1 and matrix.group_size == SMALLEST_GROUP else 1
-    group_shift = 30 if groups == 1 else (matrix.group_size // UNIT_K).bit_length() - 1
-    stages, tile_unit_rows = tiling.stages(unit_groups), 4 * tiling.warpgroups
+    stage_k = _STAGE_UNITS * UNIT_K
+    stage_groups = 1 if groups == 1 else max(1, stage_k // matrix.group_size)
+    group_shift = 30 if groups == 1 else (matrix.group_size // stage_k).bit_length() - 1
+    stages, tile_unit_rows = tiling.stages(stage_groups), 4 * tiling.warpgroups
     bf16 = int(x.dtype == torch.bfloat16)
-    kernel = load("w4_wide", ACTIVATION_BF16=bf16, SILU=int(silu), **tiling.macros(unit_groups))
+    kernel = load("w4_wide", ACTIVATION_BF16=bf16, SILU=int(silu), **tiling.macros(stage_groups))
     clusters = -(-m // tiling.tile_m) * -(-unit_rows // (tile_unit_rows * tiling.multicast))
     kernel.launch(
         (clusters * tiling.multicast * tiling.splits,),
         128 * tiling.warpgroups + 32,
         (
             swizzled_map(x, tiling.tile_m // tiling.multicast),
-            plain_map(matrix.codes.view(unit_rows, -1), tile_unit_rows, _UNIT_WORDS),
-            plain_map(matrix.scales.view(unit_rows, -1), tile_unit_rows, unit_groups * _SCALE_HALVES),
+            plain_map(matrix.codes.view(unit_rows, -1), tile_unit_rows, _STAGE_UNITS * _UNIT_WORDS),
+            plain_map(matrix.scales.view(unit_rows, -1), tile_unit_rows, stage_groups * _SCALE_HALVES),
             bias,
             out,
             m,
             matrix.n,
-            units,
+            -(-units // _STAGE_UNITS),
             group_shift,
         ),
-        stages * (tiling.stage_bytes(unit_groups) + 16),
+        stages * (tiling.stage_bytes(stage_groups) + 16),
     )

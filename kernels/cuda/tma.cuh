@@ -15,11 +15,14 @@ struct alignas(64) TensorMap {
     uint64 opaque[16];
 };
 
+// Places in shared memory are given as pointers or as their 32-bit addresses, which a loop keeps in a register where the
+// compiler would make a pointer anew in every round.
 __device__ __forceinline__ uint32 shared_address(const void *pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
+__device__ __forceinline__ uint32 shared_address(uint32 address) { return address; }
 
-__device__ __forceinline__ void barrier_init(Barrier *barrier, uint32 arrivals) {
+template <typename Place> __device__ __forceinline__ void barrier_init(Place barrier, uint32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
@@ -29,19 +32,19 @@ __device__ __forceinline__ void fence_barrier_init() {
 }
 
 // Arrives once and announces bytes that copies will bring.
-__device__ __forceinline__ void barrier_expect(Barrier *barrier, uint32 bytes) {
+template <typename Place> __device__ __forceinline__ void barrier_expect(Place barrier, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
 // Arrives at the barrier at the same place in block `rank` of the cluster (which may be the own one).
-__device__ __forceinline__ void barrier_arrive(Barrier *barrier, uint32 rank) {
+template <typename Place> __device__ __forceinline__ void barrier_arrive(Place barrier, uint32 rank) {
     asm volatile(
         "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
         "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(shared_address(barrier)), "r"(rank)
         : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(Barrier *barrier, uint32 parity) {
+template <typename Place> __device__ __forceinline__ void barrier_wait(Place barrier, uint32 parity) {
     uint32 done;
     do {
         asm volatile(
@@ -53,7 +56,8 @@ __device__ __forceinline__ void barrier_wait(Barrier *barrier, uint32 parity) {
 }
 
 // The box of a two-dimensional tensor whose first element is (row, column); what lies outside of the tensor is zero.
-__device__ __forceinline__ void copy_box(void *to, const TensorMap &map, int column, int row, Barrier *barrier) {
+template <typename To, typename Place>
+__device__ __forceinline__ void copy_box(To to, const TensorMap &map, int column, int row, Place barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
             shared_address(to)),
@@ -62,8 +66,8 @@ __device__ __forceinline__ void copy_box(void *to, const TensorMap &map, int col
 }
 
 // The same into every block of the cluster whose bit is set in `ranks`: to the same place, told to the same barrier.
-__device__ __forceinline__ void copy_box_to_many(void *to, const TensorMap &map, int column, int row, Barrier *barrier,
-                                                 uint16 ranks) {
+template <typename To, typename Place>
+__device__ __forceinline__ void copy_box_to_many(To to, const TensorMap &map, int column, int row, Place barrier, uint16 ranks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
         "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
@@ -90,7 +94,7 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // 16 bytes from the same place in block `rank`'s shared memory.
-__device__ __forceinline__ float4 read_remote(const float4 *place, uint32 rank) {
+template <typename Place> __device__ __forceinline__ float4 read_remote(Place place, uint32 rank) {
     float4 value;
     asm volatile(
         "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"

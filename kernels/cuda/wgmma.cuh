@@ -28,10 +28,12 @@
 //                                                    The next 16 of k are 32 bytes further: descriptor + 2.
 //   N-major (a row is 64 values of n, one k; TRANSPOSED_B): row_group = bytes from 8 k to the next 8,
 //                                                    column_group = bytes from 64 n to the next 64.
-__device__ __forceinline__ uint64 swizzled_descriptor(const void *tile, uint32 row_group = 1024, uint32 column_group = 16) {
-    const uint64 address = static_cast<uint32>(__cvta_generic_to_shared(tile));
-    return (address & 0x3ffff) >> 4 | static_cast<uint64>(column_group >> 4) << 16 |
+__device__ __forceinline__ uint64 swizzled_descriptor(uint32 shared_address, uint32 row_group = 1024, uint32 column_group = 16) {
+    return static_cast<uint64>((shared_address & 0x3ffff) >> 4 | column_group >> 4 << 16) |
            static_cast<uint64>(row_group >> 4) << 32 | 1ull << 62;
+}
+__device__ __forceinline__ uint64 swizzled_descriptor(const void *tile, uint32 row_group = 1024, uint32 column_group = 16) {
+    return swizzled_descriptor(static_cast<uint32>(__cvta_generic_to_shared(tile)), row_group, column_group);
 }
 
 // Where byte `column` (0..127) of row `row` lies in a tile of the 128-byte swizzle.
