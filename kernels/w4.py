@@ -160,16 +160,16 @@ class Form:
     warps: int
     cluster: int
     stages: int
-    blocks_per_sm: int
+    resident: int  # how many blocks of consecutive linears share a multiprocessor, 1 or 2
 
 
 def _form(tokens: int, matrix: W4Matrix) -> Form:
     small = _shared_limit() < 200 << 10
     if tokens <= 8:
-        return Form(1, 1, 8, 1, 2, 2) if small else Form(1, 2, 16, 1, 2, 1)
+        return Form(1, 1, 8, 1, 2, 1) if small else Form(1, 2, 16, 1, 2, 1)
     if tokens <= 16:
         return Form(2, 1, 8, 1, 2, 1) if small else Form(2, 2, 16, 1, 2, 1)
-    return Form(4, 1, 4, 1, 2, 2) if tokens <= 32 or small else Form(8, 1, 4, 1, 2, 1)
+    return Form(4, 1, 4, 1, 2, 1) if tokens <= 32 or small else Form(8, 1, 4, 1, 2, 1)
 
 
 def _launch(form: Form, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
@@ -178,7 +178,9 @@ def _launch(form: Form, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor |
     step_scales = 2 if matrix.group_size == SMALLEST_GROUP else 1
     slice_steps = -(-(units // step_units) // (form.cluster * form.warps))
     row_blocks = -(-matrix.n // (UNIT_ROWS * form.row_tiles))
-    clusters = min(row_blocks, form.blocks_per_sm * _num_sms() // form.cluster)
+    clusters = (_num_sms() if form.cluster <= 2 else _num_sms() - 4) // form.cluster
+    if form.resident == 1:
+        clusters = min(row_blocks, clusters)
     pair_shift = (-(-min(tokens, 8 * form.token_tiles) // 2) - 1).bit_length()
     turn_bytes = (form.warps + (2 if form.cluster > 1 else 0)) * form.row_tiles * 8 * 16 << pair_shift
     turns_at_once = 1
@@ -209,7 +211,7 @@ def _launch(form: Form, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor |
         (clusters * form.cluster, -(-tokens // (8 * form.token_tiles))), form.warps * 32,
         (x, matrix.codes, matrix.scales, bias, out, tokens, matrix.n, matrix.k, units, matrix.scales.shape[1],
          _group_shift(matrix), int(silu), pair_shift, chunk, turns_at_once),
-        shared(chunk),
+        max(shared(chunk), _sm_shared() // (form.resident + 1) - 1008),
     )  # fmt: skip
 
 
@@ -221,6 +223,11 @@ def _group_shift(matrix: W4Matrix) -> int:
 @functools.cache
 def _num_sms() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+@functools.cache
+def _sm_shared() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_multiprocessor
 
 
 @functools.cache

@@ -23,10 +23,7 @@ constexpr int STAGE_BYTES = CODE_BYTES + ROW_TILES * STEP_SCALES * SCALE_BYTES;
 constexpr int ROW_PAIRS = 8 * ROW_TILES;  // rows g and g + 8 of every 16
 constexpr int CHAINS = TOKEN_TILES <= 2 ? 2 : 1;  // products wait long for the one before, unless there are many beside it
 constexpr int X_PADDING = 8;                      // keeps ldmatrix free of bank conflicts
-// As many blocks as registers allow, so that the next kernel's weights can arrive while this one still computes.
-constexpr int TILES = ROW_TILES * TOKEN_TILES;
-constexpr int RESIDENT_THREADS = TILES <= 1 ? 1024 : TILES <= 2 ? 768 : TILES <= 4 ? 512 : 256;
-constexpr int RESIDENT_BLOCKS = RESIDENT_THREADS > THREADS ? RESIDENT_THREADS / THREADS : 1;
+constexpr int RESIDENT_BLOCKS = ROW_TILES * TOKEN_TILES <= 2 && WARPS <= 8 ? 2 : 1;
 
 struct Shape {
     int n, k, units, groups, group_shift;
@@ -134,26 +131,33 @@ struct Tokens {
     // B fragments of two k-steps: b[0], b[1] of the first, b[2], b[3] of the second.
     __device__ __forceinline__ void load(uint32 (&b)[4], int tile, int k) const { ldmatrix_x4(b, x + offset[tile] + k); }
 
-    // Straight past the L1, as another kernel has just written it; not in the queue behind the ring's copies.
+    // Many loads at once, past the L1, as another kernel has just written x; and not in the queue behind the ring's copies.
     __device__ __forceinline__ void stage(const Activation *from, int k, int begin, int steps) {
-        constexpr int PIECES = STEP_K / 8, AT_ONCE = WARP / PIECES, BATCH = 8;
-        const int lane = threadIdx.x % WARP, piece = lane % PIECES * 8;
+        constexpr int WIDTH = WARP * 8, BATCH = 8;  // columns that a warp loads at once
+        const int columns = steps * STEP_K, existing = min(columns, k - begin * STEP_K);
+        const int all = count * ((columns + WIDTH - 1) / WIDTH);
+        int column = threadIdx.x % WARP * 8, place = column, token = 0;
+        from += begin * STEP_K + column;
         __syncwarp();
-        for (int step = 0, token = 0; step < steps;) {
+        for (int done = 0; done < all; done += BATCH) {
             uint4 values[BATCH];
             int places[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
-                const int own = token + lane / PIECES, column = step * STEP_K + piece, source = begin * STEP_K + column;
-                const bool exists = step < steps && own < count;
-                places[i] = exists ? own * row + column : -1;
-                values[i] = exists && source < k ? __ldcg(reinterpret_cast<const uint4 *>(from + size_t(own) * k + source)) : uint4{};
-                token += AT_ONCE;
-                if (token >= count) token = 0, step++;
+                if (done + i >= all) break;
+                places[i] = column < columns ? place : -1;
+                values[i] = column < existing ? __ldcg(reinterpret_cast<const uint4 *>(from)) : uint4{};
+                if (++token < count) {
+                    place += row, from += k;
+                } else {
+                    token = 0, column += WIDTH, place += WIDTH - (count - 1) * row, from += WIDTH - (count - 1) * k;
+                }
             }
 #pragma unroll
-            for (int i = 0; i < BATCH; i++)
+            for (int i = 0; i < BATCH; i++) {
+                if (done + i >= all) break;
                 if (places[i] >= 0) *reinterpret_cast<uint4 *>(x + places[i]) = values[i];
+            }
         }
         __syncwarp();
         sum(steps * STEP_SCALES);
