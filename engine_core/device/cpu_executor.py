@@ -126,7 +126,7 @@ class CpuExecutor:
         dtype = torch.bfloat16 if compute == "bf16" and _multiplies_bf16() else torch.float32
         dummy = options.load_format == "dummy"
         source = DummyCheckpoint(config, options.seed) if dummy else Checkpoint(config.path)
-        copies = not options.deterministic and _linear_elements(config) * dtype.itemsize < available_memory() // 4
+        copies = not options.deterministic and config.linear_elements * dtype.itemsize < available_memory() // 4
         load = LoadOptions(dtype, four_bit=compute != "fp32", dense_copies=copies, positions=self._max_len)
         return load_decoder(config, source, load)
 
@@ -181,10 +181,3 @@ def _single_tokens(chunk: Chunk) -> Iterator[Chunk]:
 def _multiplies_bf16() -> bool:
     """Whether the CPU has bf16 instructions; without them fp32 is faster."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def _linear_elements(config: ModelConfig) -> int:
-    """Weights in all linears of the layers."""
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_layer = qkv + config.num_heads * config.head_dim + 3 * config.intermediate_size
-    return config.num_layers * config.hidden_size * per_layer

@@ -41,7 +41,8 @@ from .memory import available_memory
 log = logging.getLogger(__name__)
 
 DEVICE = "cuda"
-DETERMINISTIC_ROWS = 32  # of every pass: few waste little when one request runs, many are faster for many
+DETERMINISTIC_ROWS = 64  # of every pass: hardly slower than fewer
+DENSE_COPIES_SHARE = 1 / 8  # of the free memory, at most, for dense copies of four-bit linears
 SHORT_STEP_TOKENS = 64  # a step of so few tokens runs as rows, whatever its chunks
 SHORT_STEP_CONTEXT = 16384  # unless its rows would read more tokens' K and V than this
 CAPTURED_AT_START = 256  # larger graphs are captured when they are first needed
@@ -85,7 +86,7 @@ class CudaExecutor:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         sizes = self._sizes = self._decide_sizes()
         begun = cuda_memory.start()
-        decoder = self._load_decoder()
+        decoder = self._load_decoder(begun.free)
         most_tokens = max(sizes.max_tokens, sizes.max_rows)
         workspace = Workspace(model, self._dtype, most_tokens, sizes.max_rows, decoder.scratch_elements, DEVICE)
         self._sampler = CudaSampler(
@@ -116,11 +117,14 @@ class CudaExecutor:
             deterministic=config.deterministic,
         )
 
-    def _load_decoder(self) -> CudaDecoder:
+    def _load_decoder(self, free: int) -> CudaDecoder:
+        """With dense copies of four-bit linears where these would take little of the free memory."""
         config, model = self._config, self.model_config
         dummy = config.load_format == "dummy"
         source = DummyCheckpoint(model, config.seed, DEVICE) if dummy else Checkpoint(model.path, DEVICE)
-        return load_cuda_decoder(model, source, self._dtype, self._sizes.max_len)
+        copies = model.linear_elements * self._dtype.itemsize < free * DENSE_COPIES_SHARE
+        copies = copies and not config.deterministic  # a pass has too few rows for them
+        return load_cuda_decoder(model, source, self._dtype, self._sizes.max_len, copies)
 
     def _share_out(self, block_bytes: int) -> Capacity:
         config, free_host = self._config, available_memory()

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels import decode_attention, prefill_attention, prefill_attention_hopper
+from ...kernels import decode_attention, prefill_attention
 from ...kernels.decode_attention import DecodeSplits
 from ...kernels.pages import KVPages
 from ...kernels.prefill_attention import PrefillSplits
@@ -80,7 +80,6 @@ class CudaRunner:
     ) -> None:
         self._decoder, self._workspace, self._memory = decoder, workspace, memory
         self._pages, self._previous = pages, previous
-        self._hopper = prefill_attention_hopper.supports(pages, decoder.config.num_heads, decoder.dtype)
         self._graphs = DecodeGraphs(self._launch_rows)
 
     def warm_up(self, most_rows: int) -> None:
@@ -160,10 +159,7 @@ class CudaRunner:
 
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
             where = (self._pages, layer, tables, starts, contexts, max_queries, max_context)
-            if self._hopper:
-                prefill_attention_hopper.paged_prefill_hopper(q, *where, out)
-            else:
-                prefill_attention.paged_prefill(q, *where, out, self._memory.prefill_splits)
+            prefill_attention.paged_prefill(q, *where, out, self._memory.prefill_splits)
 
         return self._decoder.forward(inputs, self._pages, attend, self._workspace)
 

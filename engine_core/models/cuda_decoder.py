@@ -169,8 +169,10 @@ class CudaDecoder:
         return logits
 
 
-def load_cuda_decoder(config: ModelConfig, source: TensorSource, dtype: torch.dtype, positions: int) -> CudaDecoder:
+def load_cuda_decoder(
+    config: ModelConfig, source: TensorSource, dtype: torch.dtype, positions: int, dense_copies: bool
+) -> CudaDecoder:
     """Read all tensors onto the source's device. `positions`: length of the rotary table. Raises CheckpointError."""
-    parts = load_parts(config, source, CudaBuilder(dtype))
+    parts = load_parts(config, source, CudaBuilder(dtype, dense_copies))
     rotary = torch.view_as_real(rotary_table(config, positions)).contiguous().to(source.device)
     return CudaDecoder(config, parts, dtype, rotary)

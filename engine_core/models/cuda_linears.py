@@ -21,7 +21,12 @@ from .layers import Int8Weight
 from .w4a16 import W4Weight
 
 GATE_UP_TURNS = 8
-W4_MOST_ROWS = 64  # of `w4_linear`; above, other ways are faster
+# Up to how many rows of x each way of multiplying a four-bit matrix is the fastest, as measured on an H200: first
+# `w4_linear`, then `w4_wide`; a dense copy from there on, or, without one, `w4_wide` further and then dequantizing.
+LINEAR_MOST_ROWS = 16
+WIDE_MOST_ROWS_BESIDE_DENSE = 96
+WIDE_MOST_ROWS = 512
+LINEAR_MOST_ROWS_WITHOUT_WIDE = 64
 _SLICE_ELEMENTS = 16 << 20  # of a four-bit matrix, dequantized at once: 32 MiB stay in a large GPU's cache
 
 
@@ -93,21 +98,22 @@ class DenseCudaLinear:
 
 
 class W4CudaLinear:
-    """A four-bit matrix: multiplied as it is up to some number of rows of x, dequantized in slices for more."""
+    """A four-bit matrix, with a `dense` copy [n, k] for many rows of x, or dequantized in slices for each call."""
 
-    def __init__(self, matrix: w4.W4Matrix, bias: Tensor | None) -> None:
+    def __init__(self, matrix: w4.W4Matrix, bias: Tensor | None, dense: Tensor | None) -> None:
         self.n, self.bias = matrix.n, bias
-        self._matrix, self._slices = matrix, _slices(matrix)
+        self._matrix, self._dense = matrix, dense
+        self._slices = _slices(matrix) if dense is None else ()
 
     @property
     def nbytes(self) -> int:
         """Bytes that this layer keeps in memory."""
-        return self._matrix.nbytes + _nbytes(self.bias)
+        return self._matrix.nbytes + _nbytes(self.bias) + _nbytes(self._dense)
 
     @property
     def scratch_elements(self) -> int:
         """See CudaLinear."""
-        return max(part.n * part.k for part in self._slices)
+        return max((part.n * part.k for part in self._slices), default=0)
 
     def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """See CudaLinear."""
@@ -116,12 +122,10 @@ class W4CudaLinear:
         if packed is not None:
             packed(x, self._matrix, out, bias=bias)
             return
-        column = 0
-        for part in self._slices:
-            dense = scratch.dense[: part.n * part.k].view(part.n, part.k)
-            w4.w4_dequantize(part, dense)
-            torch.mm(x, dense.t(), out=out[:, column : column + part.n])
-            column += part.n
+        if self._dense is not None:
+            torch.mm(x, self._dense.t(), out=out)
+        else:
+            self._dequantizing(x, out, scratch)
         if bias is not None:
             out.add_(bias)
 
@@ -134,10 +138,20 @@ class W4CudaLinear:
             _gate_apart(self, x, out, scratch)
 
     def _packed_product(self, rows: int) -> PackedProduct | None:
-        """The kernel that multiplies so many rows with the packed matrix; None: dequantizing it is faster."""
-        if rows <= W4_MOST_ROWS:
+        """The kernel that multiplies so many rows with the packed matrix; None: a dense one is faster."""
+        wide = w4_wide.supports(self._matrix, rows)
+        if rows <= (LINEAR_MOST_ROWS if wide else LINEAR_MOST_ROWS_WITHOUT_WIDE):
             return w4.w4_linear
-        return w4_wide.w4_wide_linear if w4_wide.supports(self._matrix, rows) else None
+        most = WIDE_MOST_ROWS if self._dense is None else WIDE_MOST_ROWS_BESIDE_DENSE
+        return w4_wide.w4_wide_linear if wide and rows <= most else None
+
+    def _dequantizing(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        column = 0
+        for part in self._slices:
+            dense = scratch.dense[: part.n * part.k].view(part.n, part.k)
+            w4.w4_dequantize(part, dense)
+            torch.mm(x, dense.t(), out=out[:, column : column + part.n])
+            column += part.n
 
 
 def _gate_apart(linear: CudaLinear, x: Tensor, out: Tensor, scratch: Scratch) -> None:
@@ -168,12 +182,12 @@ def _nbytes(tensor: Tensor | None) -> int:
 
 
 class CudaBuilder:
-    """See `weights.Builder`. Tensors arrive on the GPU already."""
+    """See `weights.Builder`. Tensors arrive on the GPU already. `dense_copies` of four-bit matrices: fast but large."""
 
     turns: int | None = GATE_UP_TURNS
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, dense_copies: bool) -> None:
+        self._dtype, self._dense_copies = dtype, dense_copies
 
     def norm(self, weight: Tensor) -> Tensor:
         """fp32 [N]."""
@@ -184,8 +198,13 @@ class CudaBuilder:
         bias = None if bias is None else bias.to(self._dtype)
         if isinstance(weight, W4Weight) and _is_packable(weight):
             matrix = w4.pack_w4(weight.qweight, weight.scales, weight.mins, weight.qweight.device)
-            return W4CudaLinear(matrix, bias)
+            return W4CudaLinear(matrix, bias, self._dense_copy(matrix) if self._dense_copies else None)
         return DenseCudaLinear(self._plain(weight), bias)
+
+    def _dense_copy(self, matrix: w4.W4Matrix) -> Tensor:
+        dense = torch.empty(matrix.n, matrix.k, dtype=self._dtype, device=matrix.codes.device)
+        w4.w4_dequantize(matrix, dense)
+        return dense
 
     def embedding(self, table: Tensor | Int8Weight) -> Tensor:
         """The rows in the compute dtype [V, N]."""

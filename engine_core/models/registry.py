@@ -90,6 +90,12 @@ class ModelConfig:
         """What one token's KV looks like."""
         return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
 
+    @property
+    def linear_elements(self) -> int:
+        """Weights in all linears of the layers."""
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+
 
 def read_model_config(path: Path) -> ModelConfig:
     """Read a checkpoint folder's JSON files. Raises CheckpointError that names the file and the key."""

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from inspect import Parameter, isfunction, signature
+from inspect import Parameter, signature
 from typing import Any
 
 import pytest
@@ -23,7 +23,6 @@ from coldblock.kernels import (
     decode_attention,
     fused,
     prefill_attention,
-    prefill_attention_hopper,
     sampling,
     w4,
     w4_wide,
@@ -36,7 +35,8 @@ FREE = 1 << 30
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on, "the GPU" is the CPU."""
+    """From here on, "the GPU" is the CPU, and kernels are plain torch."""
+    emulate_device(monkeypatch)
     for module, name, replacement in (
         (fused, "embed", embed),
         (fused, "rms_norm", rms_norm),
@@ -48,13 +48,20 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         (w4_wide, "supports", lambda matrix, m: False),
         (decode_attention, "paged_decode", paged_decode),
         (prefill_attention, "paged_prefill", paged_prefill),
-        (prefill_attention_hopper, "supports", lambda pages, num_heads, dtype: False),
-        (DecodeSplits, "allocate", decode_splits),
         (sampling, "sample", sample),
         (sampling, "penalize", penalize),
+    ):
+        _check_signature(getattr(module, name), replacement)
+        monkeypatch.setattr(module, name, replacement)
+    monkeypatch.setattr(DecodeSplits, "allocate", decode_splits)
+    monkeypatch.setattr(cuda_runner, "PrefillSplits", lambda head_dim, device: None)
+
+
+def emulate_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory, streams, events and graphs: all on the CPU, and at once. Kernels are left as they are."""
+    for module, name, replacement in (
         (host_memory, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype)),
         (cuda_executor, "DEVICE", "cpu"),
-        (cuda_runner, "PrefillSplits", lambda *_: None),
         (cuda_runner, "DecodeGraphs", lambda run: run),
         (torch, "mm", mm),
         (torch.cuda, "Stream", Nothing),
@@ -64,8 +71,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.cuda, "mem_get_info", lambda: (FREE, 2 * FREE)),
         (torch.cuda, "get_per_process_memory_fraction", lambda: 1.0),
     ):
-        if isfunction(getattr(module, name)) and module.__name__.startswith("coldblock.kernels"):
-            _check_signature(getattr(module, name), replacement)
         monkeypatch.setattr(module, name, replacement)
 
 
@@ -211,7 +216,7 @@ def paged_prefill(
     max_queries: int,
     max_context: int,
     out: Tensor,
-    splits: object,
+    splits: object | None = None,
 ) -> None:
     planes, starts, contexts = Planes(pages, layer), query_starts.tolist(), context_lens.tolist()
     assert max_context == max(contexts)

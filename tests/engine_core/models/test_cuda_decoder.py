@@ -31,8 +31,8 @@ def emulated() -> Iterator[None]:
         yield
 
 
-def load(path: Path, dtype: torch.dtype = torch.float16) -> CudaDecoder:
-    return load_cuda_decoder(read_model_config(path), Checkpoint(path), dtype, 64)
+def load(path: Path, dtype: torch.dtype = torch.float16, dense_copies: bool = False) -> CudaDecoder:
+    return load_cuda_decoder(read_model_config(path), Checkpoint(path), dtype, 64, dense_copies)
 
 
 @torch.inference_mode()
@@ -88,22 +88,24 @@ def test_four_bit_matrices_stay_packed_unless_their_groups_are_odd(tmp_path: Pat
         assert isinstance(decoder._head, DenseCudaLinear)
 
 
-def packed(rows: int, columns: int, group: int = 32) -> tuple[W4Weight, W4CudaLinear]:
+def packed(rows: int, columns: int, dense_copies: bool = False, group: int = 32) -> tuple[W4Weight, W4CudaLinear]:
     generator = torch.Generator().manual_seed(rows)
     qweight = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
     scales = torch.rand(rows, columns // group, generator=generator).half() / 16
     weight = W4Weight(qweight, scales, -8 * scales)
-    linear = CudaBuilder(torch.float16).linear(weight, None)
+    linear = CudaBuilder(torch.float16, dense_copies).linear(weight, None)
     assert isinstance(linear, W4CudaLinear)
     return weight, linear
 
 
-@pytest.mark.parametrize("rows", [cuda_linears.W4_MOST_ROWS, cuda_linears.W4_MOST_ROWS + 1])
-def test_few_and_many_rows_give_the_same(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Many rows multiply slices of the dequantized matrix; the last slice is smaller."""
+@pytest.mark.parametrize("dense_copies", [False, True])
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_and_many_rows_give_the_same(monkeypatch: pytest.MonkeyPatch, rows: int, dense_copies: bool) -> None:
+    """Many rows multiply slices of the dequantized matrix, of which the last is smaller, or the dense copy."""
     monkeypatch.setattr(cuda_linears, "_SLICE_ELEMENTS", 128 * 96)
-    weight, linear = packed(320, 96)
-    assert linear.scratch_elements == 128 * 96
+    rows += cuda_linears.LINEAR_MOST_ROWS_WITHOUT_WIDE
+    weight, linear = packed(320, 96, dense_copies)
+    assert linear.scratch_elements == (0 if dense_copies else 128 * 96)
     scratch = Scratch(torch.empty(linear.scratch_elements).half(), torch.empty(rows * 320).half())
     x, out, gated = torch.randn(rows, 96).half(), torch.empty(rows, 320).half(), torch.empty(rows, 160).half()
     linear(x, out, scratch)
@@ -114,10 +116,24 @@ def test_few_and_many_rows_give_the_same(monkeypatch: pytest.MonkeyPatch, rows: 
     torch.testing.assert_close(gated.float(), (torch.nn.functional.silu(gate) * up).flatten(1), atol=0.05, rtol=0.02)
 
 
+def test_every_number_of_rows_has_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {w4.w4_linear: "linear", cuda_linears.w4_wide.w4_wide_linear: "wide", None: "dense"}
+    for wide, dense_copies, wanted in (
+        (False, False, {"linear": 64, "dense": 9999}),
+        (False, True, {"linear": 64, "dense": 9999}),
+        (True, False, {"linear": 16, "wide": 512, "dense": 9999}),
+        (True, True, {"linear": 16, "wide": 96, "dense": 9999}),
+    ):
+        monkeypatch.setattr(cuda_linears.w4_wide, "supports", lambda matrix, m, wide=wide: wide)
+        _, linear = packed(128, 64, dense_copies)
+        chosen = {ways[linear._packed_product(rows)]: rows for rows in range(1, 10000)}  # type: ignore[index]
+        assert chosen == wanted
+
+
 def test_bytes_are_those_of_the_tensors() -> None:
-    _, linear = packed(128, 64)
-    assert linear.nbytes == 128 * 64 // 2 + 128 * 2 * 4
-    assert w4.PADDING == 64
+    codes, scales = 128 * 64 // 2, 128 * 2 * 4
+    assert packed(128, 64)[1].nbytes == codes + scales
+    assert packed(128, 64, dense_copies=True)[1].nbytes == codes + scales + 128 * 64 * 2
 
 
 def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
@@ -126,7 +142,7 @@ def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     config = read_model_config(tmp_path)
     first, again, other = (
-        logits(load_cuda_decoder(config, DummyCheckpoint(config, seed), torch.float16, 64)) for seed in (1, 1, 2)
+        logits(load_cuda_decoder(config, DummyCheckpoint(config, seed), torch.float16, 64, True)) for seed in (1, 1, 2)
     )
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert first.isfinite().all() and 0.1 < first.std() < 20

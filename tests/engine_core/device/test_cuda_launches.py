@@ -1,0 +1,135 @@
+"""Every launch of a step passes its wrapper's checks and asks for a form of the kernel that is declared, without a GPU.
+
+The wrappers run as they are, on CPU tensors, up to the launch itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from coldblock.engine_core.control.plan import StepPlan
+from coldblock.engine_core.control.sampling import Sampling
+from coldblock.engine_core.device.config import ExecutorConfig
+from coldblock.engine_core.device.cuda_executor import CudaExecutor
+from coldblock.kernels import (
+    checks,
+    decode_attention,
+    fused,
+    prefill_attention,
+    prefill_attention_hopper,
+    sampling,
+    tensor_map,
+    w4,
+    w4_wide,
+)
+from coldblock.kernels.loader import Argument
+from cuda_on_cpu import emulate_device
+from tiny_models import chunk, edit_config, quantize, save_tiny
+from torch import Tensor
+
+MODULES: tuple[ModuleType, ...] = (
+    fused, w4, w4_wide, decode_attention, prefill_attention, prefill_attention_hopper, sampling,
+)  # fmt: skip
+DEVICES = {"sm_90a": (132, 227), "sm_86": (16, 99)}  # multiprocessors; KiB of shared memory of a block
+
+
+class Recorder:
+    """In place of `loader.load`, for one module on one architecture."""
+
+    launches: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, module: ModuleType, architecture: str) -> None:
+        self.variants = [v for v in getattr(module, "VARIANTS", ()) if architecture in v.architectures]
+
+    def __call__(self, source: str, **macros: str | int) -> Recorder:
+        assert not self.variants or any(v.source == source and dict(v.macros) == macros for v in self.variants), (source, macros)
+        self.launches[source] += 1
+        return self
+
+    def launch(
+        self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        assert all(isinstance(size, int) and size > 0 for size in grid)
+        assert all(x is None or isinstance(x, Tensor | int | float | bytes) for x in arguments)
+
+
+def check_tensor(name: str, tensor: Tensor, dtypes: Any, shape: Any, alignment: int = 16) -> None:
+    checks.check_layout(name, tensor, dtypes, shape)
+    assert tensor.data_ptr() % alignment == 0, name
+
+
+def clear_caches() -> None:
+    for module in MODULES:
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+@pytest.fixture(params=DEVICES)
+def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A device of this architecture, as far as wrappers ask."""
+    name: str = request.param
+    multiprocessors, kibibytes = DEVICES[name]
+    emulate_device(monkeypatch)
+    properties = SimpleNamespace(
+        multi_processor_count=multiprocessors,
+        shared_memory_per_block_optin=kibibytes << 10,
+        shared_memory_per_multiprocessor=(kibibytes + 1) << 10,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
+    Recorder.launches.clear()
+    clear_caches()
+    for module in MODULES:
+        monkeypatch.setattr(module, "load", Recorder(module, name))
+        monkeypatch.setattr(module, "check_tensor", check_tensor)
+        for asked in ("device_architecture", "device_capability"):
+            answer: Any = name if asked == "device_architecture" else divmod(int(name[3:5]), 10)
+            monkeypatch.setattr(module, asked, lambda answer=answer: answer, raising=False)
+    yield name
+    clear_caches()
+
+
+@pytest.mark.parametrize("compute_dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_a_steps_launches(
+    architecture: str, tmp_path: Path, head_dim: int, kv_cache_dtype: str, compute_dtype: str
+) -> None:
+    """Rows in every bucket, chunks of several lengths, penalties, log-probabilities."""
+    save_tiny(tmp_path, "qwen2", head_dim=head_dim, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+    quantize(tmp_path, 32 if head_dim < 128 else 128)
+    (tmp_path / "model.safetensors").unlink()
+    edit_config(tmp_path, max_position_embeddings=4096)
+    executor = CudaExecutor(
+        ExecutorConfig(
+            tmp_path,
+            kv_cache_dtype=kv_cache_dtype,
+            compute_dtype=compute_dtype,  # type: ignore[arg-type]
+            load_format="dummy",
+            num_gpu_blocks=512,
+            max_num_seqs=128,
+            max_num_batched_tokens=2048,
+        )
+    )
+    asked = Sampling(temperature=0.5, top_p=0.9, logprobs=3, repetition_penalty=1.1)
+    for sizes in ((1500, 300, 1), (700, 1, 1), (100,), (70, 3), (1,)):
+        table = list(range(100))
+        chunks = [
+            chunk(f"{i}", [1] * size, 50 * i, table, asked, history=[1, 2, 3], prompt_length=2)
+            for i, size in enumerate(sizes)
+        ]
+        executor.begin_step(StepPlan(1, tuple(chunks), ()))
+        executor.complete_step()
+    launched = set(Recorder.launches)
+    assert {"embed", "rms_norm", "rope_and_write", "paged_decode", "w4_linear", "sample_scan"} <= launched
+    assert ("w4_wide" in launched) == (architecture == "sm_90a")
+    assert {"paged_prefill", "paged_prefill_hopper"} & launched
+    executor.close()
