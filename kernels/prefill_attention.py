@@ -29,8 +29,7 @@ _WARP = 32
 _MERGED_ROWS = 4
 _ASSIGNMENT_BYTES = 128  # as in the .cu
 _HOPPER_QUERIES = 128  # of a tile there; chunks below leave it half empty
-_STEPS_OF_A_SHARE = 4  # of a tile's keys, at least
-_COST_OF_A_SHARE = 0.02  # of the time for a tile's keys: writing and merging its part
+_STEPS_OF_A_PART = 2  # that take as long as to write a part and merge it
 _SPLIT_ROWS = 512  # parts of query rows that `PrefillSplits` holds per multiprocessor
 _SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90a": 228, "sm_100": 228, "sm_120": 100}
 """Shared memory of a multiprocessor, of which each block on it costs one KiB more than it asks for."""
@@ -199,14 +198,20 @@ def _plan(
     blocks = tiles * pages.num_kv_heads if tokens else 0
     if splits is None or not blocks:
         return _Plan(tile, blocks, 1)
-    most = min(splits.rows // (tokens * num_heads), math.ceil(max_context / tile.keys) // _STEPS_OF_A_SHARE)
-    return _Plan(tile, blocks, _shares(blocks, tile.blocks * _multiprocessors(q.device), most))
+    steps = math.ceil(max_context / tile.keys)
+    most = min(splits.rows // (tokens * num_heads), steps)
+    return _Plan(tile, blocks, _shares(blocks, tile.blocks * _multiprocessors(q.device), steps, most))
 
 
 @functools.lru_cache(maxsize=256)
-def _shares(blocks: int, at_once: int, most: int) -> int:
-    """Among how many blocks each tile's keys are divided: what takes the least time, in units of a tile's."""
-    return min(range(1, max(most, 1) + 1), key=lambda n: math.ceil(blocks * n / at_once) / n + _COST_OF_A_SHARE * n)
+def _shares(blocks: int, at_once: int, steps: int, most: int) -> int:
+    """Among how many blocks the `steps` of each tile are divided, `most` at most: what takes the least time."""
+
+    def time(shares: int) -> int:
+        own_steps = math.ceil(steps / shares) + (_STEPS_OF_A_PART if shares > 1 else 0)
+        return math.ceil(blocks * shares / at_once) * own_steps
+
+    return min(range(1, max(most, 1) + 1), key=time)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from coldblock.kernels.errors import KernelArgumentError
 from coldblock.kernels.pages import HEAD_DIMS, KVPages, PageFormat
 from coldblock.kernels.prefill_attention import (
     PrefillSplits,
+    _shares,
     paged_prefill,
     paged_prefill_mma,
     paged_prefill_reference,
@@ -81,15 +82,14 @@ class Case:
         """Write fp32 [context, G, D] as the engine's formats do; what lies beyond in the last block stays."""
         pages, size = self.pages, self.block_size
         form = make_format(self.format, size, self.head_dim)
-        rows = pages.pool.cpu()
-        view = form.view(rows.view(-1))
-        positions = torch.arange(len(k))
-        blocks = self.block_tables[sequence].cpu().long()[positions // size]
+        view = form.view(pages.pool.view(-1))
+        positions = torch.arange(len(k), device=self.device)
+        blocks = self.block_tables[sequence].long()[positions // size]
         first = (blocks * pages.num_layers + self.layer) * 2 * pages.num_kv_heads
+        heads = torch.arange(pages.num_kv_heads, device=self.device)
         for part, values in enumerate((k, v)):
-            planes = first[:, None] + part * pages.num_kv_heads + torch.arange(pages.num_kv_heads)
-            form.write(view, form.slots(planes, (positions % size)[:, None]), values.float().cpu())
-        pages.pool.copy_(rows)
+            planes = first[:, None] + part * pages.num_kv_heads + heads
+            form.write(view, form.slots(planes, (positions % size)[:, None]), values)
 
     def run(self, prefill: Prefill, splits: PrefillSplits | None = None) -> Tensor:
         out = torch.full((len(self.q), self.heads[0] * self.head_dim), math.nan, dtype=self.dtype, device=self.device)
@@ -160,11 +160,17 @@ def test_arguments_are_refused_by_name() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_mixed_chunks(prefill: Prefill, format: PageFormat, head_dim: int, dtype: torch.dtype) -> None:
-    case = Case(MIXED, format, dtype, head_dim)
+def test_mixed_chunks(prefill: Prefill, format: PageFormat, head_dim: int) -> None:
+    case = Case(MIXED, format, head_dim=head_dim)
+    case.check(case.run(prefill))
+
+
+@gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_bf16_activations(prefill: Prefill, format: PageFormat) -> None:
+    case = Case(MIXED, format, torch.bfloat16)
     case.check(case.run(prefill))
 
 
@@ -184,10 +190,9 @@ def test_block_sizes(prefill: Prefill, format: PageFormat, block_size: int) -> N
 
 
 @gpu
-@pytest.mark.parametrize("before", [0, 1, 16, 63, 64, 1000])
 @pytest.mark.parametrize("new", [1, 15, 16, 17, 63, 64, 65, 129, 1000])
-def test_one_chunk(prefill: Prefill, new: int, before: int) -> None:
-    case = Case([(new, before)], "int8", padding=0)
+def test_chunks_at_any_place(prefill: Prefill, new: int) -> None:
+    case = Case([(new, before) for before in (0, 1, 16, 63, 64, 1000)], "int8", padding=0)
     case.check(case.run(prefill))
 
 
@@ -197,9 +202,17 @@ def test_many_short_prompts_and_empty_chunks(prefill: Prefill) -> None:
     case.check(case.run(prefill))
 
 
+@pytest.mark.parametrize(
+    ("blocks", "steps", "most", "shares"),
+    [(1000, 100, 60, 1), (66, 340, 60, 2), (8, 340, 60, 16), (8, 340, 5, 5), (100, 340, 60, 5), (4, 2, 60, 1)],
+)
+def test_keys_are_divided_where_tiles_are_few(blocks: int, steps: int, most: int, shares: int) -> None:
+    assert _shares(blocks, 132, steps, most) == shares
+
+
 @gpu
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_splits(format: PageFormat, head_dim: int) -> None:
     splits = PrefillSplits(head_dim, torch.device("cuda"))
     splits.parts.fill_(math.nan)
