@@ -37,7 +37,7 @@ constexpr int LOADERS = CONVERTED ? WARPGROUP / WARP : 1;  // warps that fill ti
 enum Kind { K, V };
 constexpr int K_STAGES = CONVERTED ? 2 : 3, V_STAGES = 3;
 
-// Of a block's registers the compiler deals each thread 168; the warpgroups divide them otherwise.
+// The launch deals 168 registers to each thread; the warpgroups then divide the same sum otherwise.
 constexpr int LOADER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
 // Blocks take items from a counter; launches that may be under way at once have one each.
@@ -299,8 +299,8 @@ struct Loader {
         sync_loaders();
     }
 
-    // A thread takes 16 elements of every ROWS-th row. The 8 lanes that access shared memory together take 4 pieces each
-    // of two neighbouring rows, in the two halves if there are two: they meet all banks, reading and writing.
+    // A thread takes 16 elements of every ROWS-th row. The 8 lanes that access shared memory together take 4 pieces of
+    // each of two neighbouring rows, in the two halves if there are two: they meet all banks, reading and writing.
     static __device__ __forceinline__ void convert(uint8 *tile, const Stored &stored) {
         constexpr int PIECE = 16, ROWS = WARPGROUP * PIECE / HEAD_DIM;
         constexpr int BATCH = KV_SCALED ? 2 : 4;  // as registers allow
@@ -674,8 +674,8 @@ __device__ void init_barriers(Shared &shared) {
     fence_barrier_init();
 }
 
-// q and out are [T, num_heads * HEAD_DIM]; sequence s has their rows query_starts[s] to query_starts[s + 1]. `rows` is the
-// map of a pool of Activations as [planes * block size, HEAD_DIM].
+// q and out are [T, num_heads * HEAD_DIM]; sequence s has their rows query_starts[s] to query_starts[s + 1]. `rows` is
+// the map of a pool of Activations as [planes * block size, HEAD_DIM].
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     paged_prefill_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap rows,
                          const uint8 *pool_bytes, const int *block_tables, const int *query_starts,
