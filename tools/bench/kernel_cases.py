@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...engine_core.kv_layout import KVShape, paged_kv_block_bytes
 from ...kernels import decode_attention, fused, prefill_attention, prefill_attention_hopper, sampling, w4
 from ...kernels.pages import FORMAT_NUMBERS, KVPages, PageFormat
 from ..errors import ToolError
@@ -107,8 +108,8 @@ def dequantize() -> Case:
 
 def _pages(kv_format: PageFormat, blocks: int, layers: int) -> KVPages:
     """A pool of random, finite content."""
-    shape = KVPages(torch.empty(0), kv_format, BLOCK_SIZE, layers, KV_HEADS, HEAD_DIM)
-    pool = torch.randint(0, 56, (blocks, shape.block_bytes), dtype=torch.uint8, device="cuda")
+    block_bytes = paged_kv_block_bytes(KVShape(layers, KV_HEADS, HEAD_DIM), BLOCK_SIZE, kv_format)
+    pool = torch.randint(0, 56, (blocks, block_bytes), dtype=torch.uint8, device="cuda")
     return KVPages(pool, kv_format, BLOCK_SIZE, layers, KV_HEADS, HEAD_DIM)
 
 
