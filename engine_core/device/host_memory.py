@@ -5,6 +5,9 @@ Owns: the arena of the CPU tier, small pinned buffers. Does not know: what is in
 
 from __future__ import annotations
 
+import mmap
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -12,24 +15,33 @@ from ..errors import MemoryBudgetError
 
 
 class HostArena:
-    """`memory`: uint8 [size] on the host, pinned in place if asked for, until `close`.
+    """`memory`: uint8 [size] on the host, pinned if asked for, until `close` or until nobody has the arena any more.
 
-    Pinned as it is rather than by torch's allocator, which rounds up to a power of two. Raises MemoryBudgetError.
+    Pinned in place rather than by torch's allocator, which rounds up to a power of two; in pages of its own, as a page
+    can be pinned but once. Raises MemoryBudgetError.
     """
 
     def __init__(self, size: int, pin: bool) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8)
-        self._pinned = pin and size > 0
-        if self._pinned and (code := int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))):
-            self._pinned = False
+        if not (pin and size):
+            self.memory = torch.empty(size, dtype=torch.uint8)
+            return
+        self.memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        address = self.memory.data_ptr()
+        if code := int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
             problem = f"{size >> 20} MiB of RAM cannot be pinned (CUDA error {code}); allow less, see also ulimit -l"
             raise MemoryBudgetError("--max-cpu-offload-mb", problem)
+        self._unpin = weakref.finalize(self, _unpin, address)
+        self._unpin.atexit = False  # the process ends, and CUDA may have ended before
 
     def close(self) -> None:
-        """Unpin. No copy may be running."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
-            self._pinned = False
+        """Wait for copies, and unpin."""
+        if hasattr(self, "_unpin"):
+            self._unpin()
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def pinned(size: int, dtype: torch.dtype) -> Tensor:

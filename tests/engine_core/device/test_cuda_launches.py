@@ -48,7 +48,8 @@ class Recorder:
         self.variants = [v for v in getattr(module, "VARIANTS", ()) if architecture in v.architectures]
 
     def __call__(self, source: str, **macros: str | int) -> Recorder:
-        assert not self.variants or any(v.source == source and dict(v.macros) == macros for v in self.variants), (source, macros)
+        declared = any(v.source == source and dict(v.macros) == macros for v in self.variants)
+        assert declared or not self.variants, (source, macros)
         self.launches[source] += 1
         return self
 
