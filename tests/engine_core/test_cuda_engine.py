@@ -1,4 +1,4 @@
-"""Scheduler, step loop and CUDA executor together: one step ahead, in a pool that is too small. Emulated, or on a GPU."""
+"""Scheduler, step loop and CUDA executor together: one step ahead, in a pool too small; emulated, or on a GPU."""
 
 from __future__ import annotations
 
