@@ -38,7 +38,7 @@ test: $(STAMP) ## all tests that need no GPU
 	@$(BIN)/pytest -m 'not gpu'
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
-	@$(BIN)/pytest -m gpu || { test $$? -eq 5 && echo "No test needs a GPU in this version."; }
+	@$(BIN)/pytest -m gpu
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/ruff check .
