@@ -193,7 +193,10 @@ class CudaExecutor:
             request_ids, _, _, block_tables, _, _ = zip(*chunks, strict=True)
             changes = self._tables.update(request_ids, block_tables)
             together = self._together(chunks)
-            rows = [i for i in range(len(chunks)) if i not in together] if together else range(len(chunks))
+            if not together:
+                self._run_rows(chunks, changes.rows, changes, step)
+                return
+            rows = sorted(set(range(len(chunks))).difference(together))
             for group, run in ((rows, self._run_rows), (together, self._run_chunks)):
                 if group:
                     run([chunks[i] for i in group], changes.rows[group], changes, step)
