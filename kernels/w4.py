@@ -1,4 +1,4 @@
-"""Linear layers over four-bit weights: the packed layout, and products with up to about 64 rows of activations.
+"""Linear layers over four-bit weights: the packed layout, and products with few rows of activations.
 
 Owns: `W4Matrix` and `pack_w4` (the layout that all W4 kernels read), and their reference in plain torch.
 Does not know: checkpoints, layers, which kernel a model takes for which number of rows.
@@ -11,12 +11,16 @@ is that lane's A fragment of the tensor-core instruction m16n8k16 for k0 = 64 * 
 
 `scales` holds (s, z) in fp16 for each row and group, rows g and g + 8 beside each other: weight = (q - 8) * s + z. N
 and K are padded to multiples of 64 by code 8 with s = z = 0, which is zero.
+
+`w4_linear` adds over K in an order that depends on the matrix and on the number of rows of x, not on the other rows: it
+is the same for 1 to 8 rows, for 9 to 16 and for more (for a long K also from 3 rows on another than for fewer).
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +28,7 @@ from torch import Tensor
 
 from .checks import ACTIVATIONS, check_tensor
 from .errors import KernelArgumentError
-from .loader import load
+from .loader import Variant, load, variants
 
 UNIT_ROWS, UNIT_K = 16, 64
 PADDING = 64
@@ -126,15 +130,7 @@ def unpack_w4(matrix: W4Matrix) -> Tensor:
     return weights
 
 
-def w4_linear(
-    x: Tensor,
-    matrix: W4Matrix,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    silu: bool = False,
-    form: Form | None = None,
-) -> None:
+def w4_linear(x: Tensor, matrix: W4Matrix, out: Tensor, *, bias: Tensor | None = None, silu: bool = False) -> None:
     """out [M, n] = x [M, k] W^T + bias [n], all in one activation type; with `silu`, out [M, n/2] = silu(gate) * up.
 
     For `silu` the matrix rows are gate and up in turns of 8. Any M works, few are fast. Raises KernelArgumentError.
@@ -147,72 +143,129 @@ def w4_linear(
     check_tensor("out", out, x.dtype, (("M", tokens), ("n/2" if silu else "n", width)), alignment=2)
     if bias is not None:
         check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
-    if tokens:
-        _launch(form or _form(tokens, matrix), x, matrix, out, bias, silu)
+    if not tokens:
+        return
+    units, groups = matrix.codes.shape[1], matrix.scales.shape[1]
+    form = _form(tokens, matrix.k)
+    plan = _plan(form, tokens, matrix.n, units, matrix.group_size)
+    sizes = (tokens, matrix.n, matrix.k, units, groups, _group_shift(matrix))
+    division = (plan.pair_shift, plan.chunk_steps, plan.turns_at_once)
+    load("w4_linear", ACTIVATION_BF16=int(x.dtype == torch.bfloat16), **form.macros(), **plan.step.macros()).launch(
+        plan.grid,
+        form.warps * 32,
+        (x, matrix.codes, matrix.scales, bias, out, *sizes, int(silu), *division),
+        plan.shared_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How the kernel divides its work; the macros of w4_linear.cu."""
+class _Form:
+    """How the kernel divides its work: macros of w4_linear.cu."""
 
     token_tiles: int
     row_tiles: int
     warps: int
     cluster: int
     stages: int
-    resident: int  # how many blocks of consecutive linears share a multiprocessor, 1 or 2
+
+    @property
+    def tokens(self) -> int:
+        """How many a block multiplies."""
+        return 8 * self.token_tiles
+
+    def macros(self) -> dict[str, int]:
+        return {
+            "TOKEN_TILES": self.token_tiles,
+            "ROW_TILES": self.row_tiles,
+            "WARPS": self.warps,
+            "CLUSTER": self.cluster,
+            "STAGES": self.stages,
+        }
 
 
-def _form(tokens: int, matrix: W4Matrix) -> Form:
-    small = _shared_limit() < 200 << 10
-    if tokens <= 8:
-        return Form(1, 1, 8, 1, 2, 1) if small else Form(1, 2, 16, 1, 2, 1)
-    if tokens <= 16:
-        return Form(2, 1, 8, 1, 2, 1) if small else Form(2, 2, 16, 1, 2, 1)
-    return Form(4, 1, 4, 1, 2, 1) if tokens <= 32 or small else Form(8, 1, 4, 1, 2, 1)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a warp multiplies at a time: `units` of 64 k in one group, or one unit in `scales` = 2 groups."""
+
+    units: int
+    scales: int
+
+    def macros(self) -> dict[str, int]:
+        return {"STEP_UNITS": self.units, "STEP_SCALES": self.scales}
 
 
-def _launch(form: Form, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
-    tokens, units = x.shape[0], matrix.codes.shape[1]
-    step_units = 2 if matrix.group_size % (2 * UNIT_K) == 0 and units % 2 == 0 else 1
-    step_scales = 2 if matrix.group_size == SMALLEST_GROUP else 1
-    slice_steps = -(-(units // step_units) // (form.cluster * form.warps))
-    row_blocks = -(-matrix.n // (UNIT_ROWS * form.row_tiles))
-    clusters = (_num_sms() if form.cluster <= 2 else _num_sms() - 4) // form.cluster
-    if form.resident == 1:
-        clusters = min(row_blocks, clusters)
-    pair_shift = (-(-min(tokens, 8 * form.token_tiles) // 2) - 1).bit_length()
-    turn_bytes = (form.warps + (2 if form.cluster > 1 else 0)) * form.row_tiles * 8 * 16 << pair_shift
+_STEPS = (_Step(2, 1), _Step(1, 1), _Step(1, 2))
+
+# By the most tokens, for multiprocessors with much shared memory (SM90, SM100; measured on an H200) and with little.
+# Where K is long, the two blocks of a cluster share it from some tokens on: otherwise each of many blocks loads all of x.
+_FORMS = {8: _Form(1, 2, 16, 1, 2), 16: _Form(2, 2, 8, 1, 2), 32: _Form(4, 2, 8, 1, 2)}
+_SMALL_FORMS = {8: _Form(1, 1, 8, 1, 4), 16: _Form(2, 1, 8, 1, 3), 32: _Form(4, 1, 4, 1, 2)}
+_SMALL_SHARED = 200 << 10
+_LONG_K, _SHARING_TOKENS = 8192, 3
+
+VARIANTS = (
+    *variants("w4_dequantize", ACTIVATION_BF16=(0, 1)),
+    *(
+        Variant("w4_linear", {"ACTIVATION_BF16": bf16, **form.macros(), **step.macros()}, architectures)
+        for bf16 in (0, 1)
+        for step in _STEPS
+        for forms, architectures in (
+            (_SMALL_FORMS.values(), ("sm_80", "sm_86", "sm_89", "sm_120")),
+            (_FORMS.values(), ("sm_90a", "sm_100")),
+            ([replace(form, cluster=2) for form in _FORMS.values()], ("sm_90a", "sm_100")),
+        )
+        for form in forms
+    ),
+)
+
+
+def _form(tokens: int, k: int) -> _Form:
+    small = _properties().shared_memory_per_block_optin < _SMALL_SHARED
+    forms = _SMALL_FORMS if small else _FORMS
+    form = forms[next((most for most in forms if tokens <= most), max(forms))]
+    return replace(form, cluster=2) if not small and k >= _LONG_K and tokens >= _SHARING_TOKENS else form
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The launch of one product; the numbers are arguments of w4_linear.cu."""
+
+    step: _Step
+    grid: tuple[int, int]
+    pair_shift: int
+    chunk_steps: int
+    turns_at_once: int
+    shared_bytes: int
+
+
+@functools.cache
+def _plan(form: _Form, tokens: int, n: int, units: int, group_size: int) -> _Plan:
+    step = _Step(1, 2) if group_size == SMALLEST_GROUP else _STEPS[0 if group_size % 128 == 0 and units % 2 == 0 else 1]
+    row_blocks = -(-n // (UNIT_ROWS * form.row_tiles))
+    clusters = min(row_blocks, _properties().multi_processor_count // form.cluster)
+    rows = min(tokens, form.tokens)
+    pair_shift = (-(-rows // 2) - 1).bit_length()
+    sums = form.warps + (
+        2 if form.cluster > 1 else 0
+    )  # of a turn; a cluster's blocks also receive some, in two buffers
+    turn_bytes = sums * form.row_tiles * 8 * 16 << pair_shift
     turns_at_once = 1
     while turns_at_once < -(-row_blocks // clusters) and 2 * turns_at_once * turn_bytes <= _SUM_BYTES:
         turns_at_once *= 2
-    stage = form.row_tiles * (step_units * 512 + step_scales * 64)
-    fixed = form.warps * form.stages * stage + turns_at_once * turn_bytes
-    rows = min(tokens, 8 * form.token_tiles)
+    stage_bytes = form.row_tiles * (step.units * 512 + step.scales * 64)
+    fixed = form.warps * form.stages * stage_bytes + turns_at_once * turn_bytes
 
-    def shared(chunk: int) -> int:
-        x_bytes = rows * (chunk * step_units * UNIT_K + 8) * 2
-        x_sums = (chunk * step_scales << (pair_shift + 1)) + 8 * form.token_tiles
+    def shared_bytes(chunk_steps: int) -> int:
+        x_bytes = rows * (chunk_steps * step.units * UNIT_K + 8) * 2
+        x_sums = (chunk_steps * step.scales << (pair_shift + 1)) + form.tokens
         return fixed + form.warps * (x_bytes + x_sums * 4)
 
-    limit = _shared_limit()
-    fitting = max((chunk for chunk in range(1, slice_steps + 1) if shared(chunk) <= limit), default=0)
-    if not fitting:
-        raise KernelArgumentError(
-            f"{form} with {tokens} tokens needs {shared(1)} bytes of shared memory; limit {limit}"
-        )
-    chunk = -(-slice_steps // -(-slice_steps // fitting))
-    kernel = load(
-        "w4_linear", ACTIVATION_BF16=int(x.dtype == torch.bfloat16), TOKEN_TILES=form.token_tiles,
-        ROW_TILES=form.row_tiles, WARPS=form.warps, CLUSTER=form.cluster, STAGES=form.stages, STEP_UNITS=step_units,
-        STEP_SCALES=step_scales,
-    )  # fmt: skip
-    kernel.launch(
-        (clusters * form.cluster, -(-tokens // (8 * form.token_tiles))), form.warps * 32,
-        (x, matrix.codes, matrix.scales, bias, out, tokens, matrix.n, matrix.k, units, matrix.scales.shape[1],
-         _group_shift(matrix), int(silu), pair_shift, chunk, turns_at_once),
-        max(shared(chunk), _sm_shared() // (form.resident + 1) - 1008),
-    )  # fmt: skip
+    slice_steps = -(-(units // step.units) // (form.cluster * form.warps))
+    limit = _properties().shared_memory_per_block_optin
+    fitting = max(chunk for chunk in range(1, slice_steps + 1) if chunk == 1 or shared_bytes(chunk) <= limit)
+    chunk_steps = -(-slice_steps // -(-slice_steps // fitting))  # equal chunks
+    grid = (clusters * form.cluster, -(-tokens // form.tokens))
+    return _Plan(step, grid, pair_shift, chunk_steps, turns_at_once, shared_bytes(chunk_steps))
 
 
 def _group_shift(matrix: W4Matrix) -> int:
@@ -221,18 +274,8 @@ def _group_shift(matrix: W4Matrix) -> int:
 
 
 @functools.cache
-def _num_sms() -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-
-
-@functools.cache
-def _sm_shared() -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_multiprocessor
-
-
-@functools.cache
-def _shared_limit() -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+def _properties() -> Any:
+    return torch.cuda.get_device_properties(torch.cuda.current_device())
 
 
 def w4_dequantize(matrix: W4Matrix, out: Tensor) -> None:
