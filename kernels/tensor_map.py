@@ -63,7 +63,7 @@ def _encode(
             f"no tensor map for [{rows}, {columns}] {dtype} at {address:#x}, "
             f"boxes of {box_rows} x {box_columns}: CUDA error {code}"
         )
-    return bytes(buffer[offset : offset + _MAP_BYTES])
+    return buffer.raw[offset : offset + _MAP_BYTES]
 
 
 @functools.cache

@@ -1,11 +1,10 @@
 """Linear layers over four-bit weights for many rows of activations, on SM90 (Hopper): tensor cores by warpgroup.
 
-Owns: the launch of `w4_wide`, how it divides a product into tiles, and which products it serves. Does not know: the packed
-layout (`w4`), or which kernel a model takes for which number of rows.
+Owns: the launch of `w4_wide`, and how it divides a product into tiles. Does not know: the packed layout (`w4`), or
+which kernel a model takes for which number of rows.
 
-The sums of an output run over K in `splits` parts, each from its first unit of 64 to its last, and the parts are added in
-order. So a row's result depends on the tiling, which depends on the shape of the matrix and on the number of rows, and not
-on the other rows.
+The sums of an output run over K in `splits` parts, and the parts are added in their order. So a row's result depends on
+the tiling, which follows from the matrix's shape and the number of rows, and not on the other rows.
 """
 
 from __future__ import annotations
@@ -17,32 +16,38 @@ from torch import Tensor
 
 from .checks import ACTIVATIONS, check_tensor
 from .errors import KernelArgumentError, KernelUnavailable
-from .loader import device_architecture, load, variants
+from .loader import Variant, device_architecture, load, variants
 from .tensor_map import plain_map, swizzled_map
-from .w4 import SMALLEST_GROUP, UNIT_K, UNIT_ROWS, W4Matrix
+from .w4 import UNIT_K, UNIT_ROWS, W4Matrix
 
 ARCHITECTURE = "sm_90a"
 
-_SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK, _RESERVED = 228 * 1024, 227 * 1024, 1024
+_STAGE_UNITS = 2  # of 64 k, that the kernel fetches at a time
+_STAGE_K = _STAGE_UNITS * UNIT_K
+_UNIT_WORDS, _SCALE_HALVES = 128, 32  # of 16 rows: a unit's codes, and the scales of one group
 _MOST_STAGES = 8
-_STAGE_UNITS = 2
-_UNIT_WORDS, _SCALE_HALVES = 128, 32  # of a unit's codes, and of its 16 rows' scales in one group
+_SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK, _RESERVED = 228 * 1024, 227 * 1024, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is divided; the macros of w4_wide.cu. A tile is 64 * warpgroups rows of W by tile_m rows of x."""
+    """How a product is divided; the macros of w4_wide.cu.
+
+    A tile is 64 * warpgroups rows of W by tile_m rows of x. A cluster is `multicast` tiles, which share what they fetch
+    of x, times `splits` parts of K. `resident` blocks fit on a multiprocessor. A warpgroup converts the weights of
+    `batch` steps of 16 k while it multiplies the steps before.
+    """
 
     warpgroups: int
     tile_m: int
     splits: int
     multicast: int
     resident: int
-    batch: int = 1
+    batch: int
 
     def stage_bytes(self, stage_groups: int) -> int:
         """Of a piece of 128 k: x, codes, scales."""
-        x = self.tile_m * _STAGE_UNITS * UNIT_K * 2
+        x = self.tile_m * _STAGE_K * 2
         codes, scales = _STAGE_UNITS * _UNIT_WORDS * 4, stage_groups * _SCALE_HALVES * 2
         return -(-(x + 4 * self.warpgroups * (codes + scales)) // 1024) * 1024
 
@@ -65,16 +70,64 @@ class Tiling:
         }
 
 
-def _all_variants():
-    return ()
+# Up to how many rows of x which tiling, by the shape of W: enough rows for every multiprocessor of a large GPU; few and
+# a long K; few and a short K. From measurements of the linears of a 3B model on an H200.
+_Table = tuple[tuple[int, Tiling], ...]
+_LARGEST = Tiling(2, 256, 1, 2, 1, 1)
+_MANY_ROWS, _LONG_K = 8192, 8192
+_TALL: _Table = (
+    (32, Tiling(3, 32, 1, 1, 1, 4)),
+    (64, Tiling(3, 64, 1, 1, 1, 4)),
+    (96, Tiling(3, 96, 1, 1, 1, 4)),
+    (128, Tiling(3, 128, 1, 1, 1, 4)),
+    (192, Tiling(3, 96, 1, 1, 1, 4)),
+    (384, Tiling(3, 128, 1, 1, 1, 4)),
+)
+_LONG: _Table = (
+    (32, Tiling(1, 32, 4, 1, 2, 4)),
+    (64, Tiling(1, 64, 8, 1, 3, 4)),
+    (96, Tiling(1, 96, 4, 1, 2, 4)),
+    (128, Tiling(3, 128, 8, 1, 1, 4)),
+    (192, Tiling(3, 96, 4, 1, 1, 4)),
+    (256, Tiling(3, 128, 4, 1, 1, 4)),
+    (512, Tiling(3, 128, 2, 2, 1, 4)),
+    (1024, Tiling(2, 128, 1, 2, 1, 4)),
+)
+_SMALL: _Table = (
+    (32, Tiling(1, 32, 4, 1, 2, 4)),
+    (64, Tiling(1, 64, 4, 1, 2, 4)),
+    (96, Tiling(1, 96, 4, 1, 2, 4)),
+    (128, Tiling(1, 128, 4, 1, 2, 4)),
+    (192, Tiling(2, 64, 4, 1, 2, 4)),
+    (256, Tiling(1, 128, 2, 1, 2, 4)),
+    (512, Tiling(3, 128, 2, 2, 1, 4)),
+    (1024, Tiling(3, 128, 1, 2, 1, 4)),
+)
+
+
+def _all_variants() -> tuple[Variant, ...]:
+    """Every tiling above with every number of groups in a stage."""
+    tilings = dict.fromkeys([_LARGEST, *(tiling for table in (_TALL, _LONG, _SMALL) for _, tiling in table)])
+    return tuple(
+        variant
+        for tiling in tilings
+        for stage_groups in (1, 2, 4)
+        for variant in variants(
+            "w4_wide",
+            architectures=(ARCHITECTURE,),
+            ACTIVATION_BF16=(0, 1),
+            SILU=(0, 1),
+            **{name: (value,) for name, value in tiling.macros(stage_groups).items()},
+        )
+    )
 
 
 VARIANTS = _all_variants()
 
 
 def supports(matrix: W4Matrix, m: int) -> bool:
-    """Whether the current device and this product of m rows are served, and by this kernel best."""
-    return device_architecture() == ARCHITECTURE and 32 <= m <= 1024
+    """Whether the current device and this product of m rows are served: on SM90, every product is."""
+    return device_architecture() == ARCHITECTURE
 
 
 def w4_wide_linear(
@@ -84,12 +137,11 @@ def w4_wide_linear(
     *,
     bias: Tensor | None = None,
     silu: bool = False,
-    tiling: Tiling | None = None,
 ) -> None:
     """out [M, n] = x [M, k] W^T + bias [n], all in one activation type; with `silu`, out [M, n/2] = silu(gate) * up.
 
-    For `silu` the matrix rows are gate and up in turns of 8. Any M works. Raises KernelArgumentError, and
-    KernelUnavailable when the device is no SM90.
+    For `silu` the matrix rows are gate and up in turns of 8. Any M works. Weights are rounded to the activation type.
+    Raises KernelArgumentError, and KernelUnavailable when the device is no SM90.
     """
     if device_architecture() != ARCHITECTURE:
         raise KernelUnavailable("w4_wide needs a device of compute capability 9.0; use w4_linear")
@@ -101,18 +153,20 @@ def w4_wide_linear(
     if bias is not None:
         check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
     if x.shape[0]:
-        _launch(tiling or _tiling(matrix, x.shape[0]), x, matrix, out, bias, silu)
+        _launch(_tiling(matrix, x.shape[0]), x, matrix, out, bias, silu)
 
 
 def _tiling(matrix: W4Matrix, m: int) -> Tiling:
-    return Tiling(2, 64, 1, 1, 2) if m <= 64 else Tiling(2, 128, 1, 1, 1)
+    table = _LONG if matrix.k >= _LONG_K else _SMALL
+    if matrix.n >= _MANY_ROWS or matrix.k < 8 * _STAGE_K:  # a short K has no pieces for all splits
+        table = _TALL
+    return next((tiling for most, tiling in table if m <= most), _LARGEST)
 
 
 def _launch(tiling: Tiling, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
     m, (unit_rows, units), groups = x.shape[0], matrix.codes.shape[:2], matrix.scales.shape[1]
-    stage_k = _STAGE_UNITS * UNIT_K
-    stage_groups = 1 if groups == 1 else max(1, stage_k // matrix.group_size)
-    group_shift = 30 if groups == 1 else (matrix.group_size // stage_k).bit_length() - 1
+    stage_groups = 1 if groups == 1 else max(1, _STAGE_K // matrix.group_size)
+    group_shift = 30 if groups == 1 else (matrix.group_size // _STAGE_K).bit_length() - 1
     stages, tile_unit_rows = tiling.stages(stage_groups), 4 * tiling.warpgroups
     bf16 = int(x.dtype == torch.bfloat16)
     kernel = load("w4_wide", ACTIVATION_BF16=bf16, SILU=int(silu), **tiling.macros(stage_groups))

@@ -79,12 +79,6 @@ __device__ __forceinline__ void prefetch_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-__device__ __forceinline__ uint32 cluster_rank() {
-    uint32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
 // All threads of the cluster meet: what was written before one's arrival is seen after another's wait. A relaxed arrival
 // shows nothing of its own, but what fence_barrier_init has shown.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }

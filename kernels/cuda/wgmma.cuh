@@ -94,10 +94,8 @@ template <int COUNT> __device__ __forceinline__ void wgmma_settle(float (&d)[COU
                      : "l"(a), "l"(b), "r"(int(accumulate)), "n"(TRANSPOSED_B));                                       \
     }
 
-WGMMA_DEFINE(16, 8, 8, 9, 10, 11, 12, 13, 14)
 WGMMA_DEFINE(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_DEFINE(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_DEFINE(96, 48, 48, 49, 50, 51, 52, 53, 54)
 WGMMA_DEFINE(128, 64, 64, 65, 66, 67, 68, 69, 70)
-WGMMA_DEFINE(192, 96, 96, 97, 98, 99, 100, 101, 102)
 WGMMA_DEFINE(256, 128, 128, 129, 130, 131, 132, 133, 134)
