@@ -104,7 +104,8 @@ __device__ __forceinline__ Tile choose_tile(int rows, int all_pieces) {
     const int split = rank / MULTICAST, peer = rank % MULTICAST;
     const int first_piece = split * all_pieces / SPLITS;
     const int pieces = (split + 1) * all_pieces / SPLITS - first_piece;
-    return {(place / height * MULTICAST + peer) * TILE_N, (band * BAND + place % height) * TILE_M, first_piece, pieces, peer, split};
+    const int tile_n = place / height * MULTICAST + peer, tile_m = band * BAND + place % height;
+    return {tile_n * TILE_N, tile_m * TILE_M, first_piece, pieces, peer, split};
 }
 
 __device__ __forceinline__ void fetch_weights(const Operands &from, const Tile &tile, const Ring &ring, Place place, int step) {
@@ -290,8 +291,9 @@ __device__ __forceinline__ void store_results(const Activation *staging, const T
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
-    w4_wide(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap scales,
-            const Activation *bias, Activation *out, int rows, int columns, int pieces, int group_shift) {
+    w4_wide(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap codes,
+            const __grid_constant__ TensorMap scales, const Activation *bias, Activation *out, int rows, int columns, int pieces,
+            int group_shift) {
     extern __shared__ __align__(1024) char shared[];
     uint32 base;
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(shared_address(shared)));
