@@ -89,9 +89,10 @@ class CudaRunner:
             if bucket <= most_rows or bucket == sizes.buckets[0]:
                 self.run_rows(_padding(bucket), np.zeros(0, PARAMETERS), NO_CHANGES)
         if not sizes.deterministic:
-            count = min(sizes.max_tokens, sizes.max_len)
-            tokens = replace(_padding(count), positions=np.arange(count, dtype=np.int32))
-            self.run_chunks(tokens, tokens.ends, np.zeros(1, PARAMETERS), NO_CHANGES)
+            for count in _warm_up_chunks(min(sizes.max_tokens, sizes.max_len)):
+                last = np.arange(sizes.max_len - count, sizes.max_len, dtype=np.int32)
+                tokens = replace(_padding(count), positions=last)
+                self.run_chunks(tokens, tokens.ends, np.zeros(1, PARAMETERS), NO_CHANGES)
 
     def run_rows(self, tokens: TokenArrays, parameters: NDArray[np.void], changes: TableChanges) -> PassLogits:
         """Tokens that attend one by one; logits of all, for which there are sampling `parameters` [T]."""
@@ -183,6 +184,11 @@ class _RowInputs:
             buffer[field][count:bucket] = padding
         plan = splits.plan_for(buffer[self.fields[-1]][:bucket])
         buffer[self.plan][: len(plan)] = plan
+
+
+def _warm_up_chunks(most: int) -> list[int]:
+    """Lengths for which libraries may choose different kernels: powers of two, and the most."""
+    return [*(1 << i for i in range(7, most.bit_length()) if 1 << i < most), most]
 
 
 def _padding(count: int) -> TokenArrays:
