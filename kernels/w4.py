@@ -197,7 +197,7 @@ class _Step:
 _STEPS = (_Step(2, 1), _Step(1, 1), _Step(1, 2))
 
 # By the most tokens, for multiprocessors with much shared memory (SM90, SM100; measured on an H200) and with little.
-# Where K is long, the two blocks of a cluster share it from some tokens on: otherwise each of many blocks loads all of x.
+# Where K is long, the two blocks of a cluster share it from some tokens on: or each of many blocks would load all of x.
 _FORMS = {8: _Form(1, 2, 16, 1, 2), 16: _Form(2, 2, 8, 1, 2), 32: _Form(4, 2, 8, 1, 2)}
 _SMALL_FORMS = {8: _Form(1, 1, 8, 1, 4), 16: _Form(2, 1, 8, 1, 3), 32: _Form(4, 1, 4, 1, 2)}
 _SMALL_SHARED = 200 << 10

@@ -48,16 +48,12 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int pending> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
 
 __device__ __forceinline__ int cluster_rank() {
-#if CLUSTER > 1
+    if constexpr (CLUSTER == 1) return 0;
     uint32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
-#else
-    return 0;
-#endif
 }
 
-#if CLUSTER > 1
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -67,7 +63,6 @@ __device__ __forceinline__ void store_shared_of(float4 *own, int rank, float4 va
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w) : "memory");
 }
-#endif
 
 // A warp's weights in the order it needs them: its steps of K for one turn after the other.
 struct WeightStream {
@@ -268,7 +263,11 @@ struct Output {
         }
     }
 
-    __device__ __forceinline__ void store(int turn, int element, float4 total) const {
+    // Which turn an element belongs to, when those of some turns are counted on.
+    __device__ __forceinline__ int turn_of(int index) const { return (index >> pair_shift) / ROW_PAIRS; }
+
+    __device__ __forceinline__ void store(int first, int index, float4 total) const {
+        const int turn = first + turn_of(index), element = index & ((ROW_PAIRS << pair_shift) - 1);
         const int pair = element & ((1 << pair_shift) - 1), place = element >> pair_shift;
         const int row = (shape.first_turn() + turn * shape.stride()) * ROWS + place / 8 * UNIT_ROWS + place % 8;
         if (2 * pair < tokens) store(2 * pair, row, total.x, total.z);
@@ -287,24 +286,20 @@ template <int count> __device__ __forceinline__ float4 sum_of(const float4 *part
 // Adds the slices' sums of `turns` turns in the order of K and stores them. sums: [turns][WARPS][elements]; `gathered`, for
 // a cluster: what its blocks send to the one that stores, [its share of turns * elements][CLUSTER].
 __device__ __forceinline__ void finish(const float4 *sums, float4 *gathered, const Output &output, int turn, int turns) {
-    const int shift = output.pair_shift, elements = ROW_PAIRS << shift;
+    const int elements = ROW_PAIRS << output.pair_shift, all = turns * elements;
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < turns * elements; i += THREADS) {
-        const int slot = (i >> shift) / ROW_PAIRS, element = i - slot * elements;
-        const float4 *parts = sums + slot * WARPS * elements + element;
-        float4 total = sum_of<WARPS>(parts, elements);
-#if CLUSTER > 1
-        store_shared_of(gathered + i / CLUSTER * CLUSTER + cluster_rank(), i % CLUSTER, total);
+    for (int i = threadIdx.x; i < all; i += THREADS) {
+        const float4 total = sum_of<WARPS>(sums + i + output.turn_of(i) * (WARPS - 1) * elements, elements);
+        if constexpr (CLUSTER == 1) output.store(turn, i, total);
+        else store_shared_of(gathered + i / CLUSTER * CLUSTER + cluster_rank(), i % CLUSTER, total);
     }
-    cluster_arrive();
-    cluster_wait();
+    if constexpr (CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
 #pragma unroll 1
-    for (int i = threadIdx.x * CLUSTER + cluster_rank(); i < turns * elements; i += THREADS * CLUSTER) {
-        const int slot = (i >> shift) / ROW_PAIRS, element = i - slot * elements;
-        const float4 total = sum_of<CLUSTER>(gathered + i / CLUSTER * CLUSTER, 1);
-#endif
-        output.store(turn + slot, element, total);
+        for (int i = threadIdx.x * CLUSTER + cluster_rank(); i < all; i += THREADS * CLUSTER)
+            output.store(turn, i, sum_of<CLUSTER>(gathered + i / CLUSTER * CLUSTER, 1));
     }
 }
 
@@ -321,9 +316,7 @@ w4_linear(const Activation *x, const uint8 *codes, const uint8 *scales, const Ac
           int total_tokens, int n, int k, int units, int groups, int group_shift, int silu,
           int pair_shift, int chunk_steps, int turns_at_once) {
     let_next_kernel_start();
-#if CLUSTER > 1
-    cluster_arrive();
-#endif
+    if constexpr (CLUSTER > 1) cluster_arrive();
     extern __shared__ __align__(16) uint8 shared[];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const Shape shape = {n, k, units, groups, group_shift, silu != 0};
@@ -345,9 +338,7 @@ w4_linear(const Activation *x, const uint8 *codes, const uint8 *scales, const Ac
     const Output output = {out, bias, shape, tokens.count, pair_shift};
 
     wait_for_previous_kernel();
-#if CLUSTER > 1
-    cluster_wait();  // all blocks run: their memory may be written to
-#endif
+    if constexpr (CLUSTER > 1) cluster_wait();  // all blocks run: their memory may be written to
     for (int turn = 0; turn < turns; turn++) {
         const int slot = turn & (turns_at_once - 1);
         Accumulators acc = {};
