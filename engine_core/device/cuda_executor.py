@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ import numpy as np
 import torch
 
 from ...kernels.errors import KernelError
-from ..control.plan import Chunk, StepPlan, StepResult
+from ..control.plan import Chunk, SampleSpec, StepPlan, StepResult
+from ..control.sampling import Sampling
 from ..errors import EngineError, MemoryBudgetError
 from ..kv_layout import resolve_kv_cache_dtype
 from ..models.cuda_decoder import CudaDecoder, Workspace, load_cuda_decoder
@@ -102,7 +104,16 @@ class CudaExecutor:
         self._transfers = CudaTransfers(self._pool)
         self._tables = BlockTables(sizes.max_seqs, sizes.max_blocks)
         self._runner = CudaRunner(decoder, workspace, memory, self._pool.pages, self._sampler.memory)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Run everything once, so that no request waits for a kernel to be compiled, loaded or captured."""
         self._runner.warm_up(CAPTURED_AT_START)
+        asked = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1)
+        nothing = array("i", [0])
+        spec = SampleSpec(asked, seed=0, output_index=0, prompt_length=1, history=nothing)
+        self.begin_step(StepPlan(0, (Chunk("", nothing, 0, nothing, spec),), ()))
+        self.complete_step()
 
     def _decide_sizes(self) -> RunnerSizes:
         config = self._config

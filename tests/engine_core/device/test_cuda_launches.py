@@ -45,11 +45,11 @@ class Recorder:
     launches: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, module: ModuleType, architecture: str) -> None:
-        self.variants = [v for v in getattr(module, "VARIANTS", ()) if architecture in v.architectures]
+        self.variants = [v for v in module.VARIANTS if architecture in v.architectures]
 
     def __call__(self, source: str, **macros: str | int) -> Recorder:
         declared = any(v.source == source and dict(v.macros) == macros for v in self.variants)
-        assert declared or not self.variants, (source, macros)
+        assert declared, (source, macros)
         self.launches[source] += 1
         return self
 
