@@ -80,7 +80,7 @@ class CudaRunner:
     ) -> None:
         self._decoder, self._workspace, self._memory = decoder, workspace, memory
         self._pages, self._previous = pages, previous
-        self._graphs = DecodeGraphs(self._launch_rows)
+        self._graphs = DecodeGraphs()
 
     def warm_up(self, most_rows: int) -> None:
         """Compile and load the kernels, and capture graphs of up to `most_rows` rows. Block 0 is written into."""
@@ -101,7 +101,7 @@ class CudaRunner:
         self._memory.rows.fill(buffer, tokens, bucket, self._memory.decode_splits)
         places = packer.add(parameters)
         self._send(packer, changes)
-        self._graphs(bucket)
+        self._graphs(bucket, self._launch_rows)
         return PassLogits(self._workspace.logits[: len(tokens)], self._at(places))
 
     def run_chunks(

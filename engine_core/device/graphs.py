@@ -14,23 +14,22 @@ import torch
 
 
 class DecodeGraphs:
-    """Call with a number of rows: the pass runs on the current stream, from its second time on as a graph."""
+    """Call with a number of rows and the pass: it runs on the current stream, from its second time on as a graph."""
 
-    def __init__(self, run: Callable[[int], None]) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle()
 
-    def __call__(self, rows: int) -> None:
+    def __call__(self, rows: int, run: Callable[[int], None]) -> None:
         graph = self._graphs.get(rows)
         if graph is not None:
             graph.replay()
             return
-        self._run(rows)
+        run(rows)
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._memory, capture_error_mode="thread_local")
         try:
-            self._run(rows)
+            run(rows)
         finally:
             graph.capture_end()
         self._graphs[rows] = graph

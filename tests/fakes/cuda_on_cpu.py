@@ -62,7 +62,7 @@ def emulate_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, replacement in (
         (host_memory, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype)),
         (cuda_executor, "DEVICE", "cpu"),
-        (cuda_runner, "DecodeGraphs", lambda run: run),
+        (cuda_runner, "DecodeGraphs", lambda: lambda rows, run: run(rows)),
         (torch, "mm", mm),
         (torch.cuda, "Stream", Nothing),
         (torch.cuda, "Event", Nothing),
