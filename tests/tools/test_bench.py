@@ -93,9 +93,9 @@ def test_prompts_that_cannot_fit_are_refused_by_flag() -> None:
         measure.random_prompts(0, 1, MODEL.max_request_tokens, MODEL)
 
 
-def test_decode_rate_counts_from_the_last_first_token() -> None:
-    early, late = timeline(0.0, 1.0, 2.0, 3.0), timeline(1.0, 2.0, 3.0)
-    assert serve.decode_rate([early, late]) == pytest.approx(4 / 2.0)
+def test_decode_rate_counts_while_all_decode() -> None:
+    early, late = timeline(0.0, 1.0, 2.0, 3.0), timeline(1.5, 2.5, 3.5, 4.5, 5.5)
+    assert serve.decode_rate([early, late]) == pytest.approx(3 / 1.5)  # from 1.5 to 3.0: at 2.0, 2.5 and 3.0
     assert serve.decode_rate([timeline(1.0)]) == 0.0
 
 
@@ -110,7 +110,7 @@ def test_level_summary() -> None:
     level = serve.summarize_level(load, 6.0, wave=[timeline(1.0, 2.0, 3.0), timeline(2.0, 3.0, 6.0)], prompt_tokens=8)
     assert (level.concurrency, level.requests) == (2, 2)
     assert (level.tokens_per_s, level.ttft_p50, level.tpot_p50) == (1.0, 1.5, 1.5)
-    assert level.decode_tokens_per_s == pytest.approx(3 / 4.0)
+    assert level.decode_tokens_per_s == pytest.approx(2 / 1.0)
     assert level.prefill_tokens_per_s == pytest.approx(16 / 2.0)
     assert level.jitter == pytest.approx(level.gap_p95 - level.gap_p50)
 

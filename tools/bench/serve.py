@@ -237,10 +237,11 @@ async def compare_prefill(
 
 
 def decode_rate(timelines: Sequence[Timeline]) -> float:
-    """Tokens per second of all requests, from when the last of them has its first token to the end."""
+    """Tokens per second while all requests decode: from when the last has its first token until the first has ended."""
     began = max(timeline.arrivals[0] for timeline in timelines)
-    arrivals = [arrival for timeline in timelines for arrival in timeline.arrivals if arrival > began]
-    return len(arrivals) / (max(arrivals) - began) if arrivals else 0.0
+    ended = min(timeline.arrivals[-1] for timeline in timelines)
+    together = [arrival for timeline in timelines for arrival in timeline.arrivals if began < arrival <= ended]
+    return len(together) / (ended - began) if together else 0.0
 
 
 def prefill_rate(timelines: Sequence[Timeline], prompt_tokens: int) -> float:
