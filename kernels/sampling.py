@@ -58,7 +58,7 @@ def parameter_row(
 ) -> tuple[float | int, ...]:
     """A row of PARAMETERS. temperature < 1e-5 is greedy; top_k 0 (or >= V), top_p 1 and min_p 0 filter nothing."""
     log_min_p = math.log(min_p) if min_p > 0 else -math.inf
-    return (temperature, top_k, top_p, log_min_p, seed & _MASK, output_index, 0)
+    return (temperature, min(top_k, LARGEST_VOCABULARY), top_p, log_min_p, seed & _MASK, output_index, 0)
 
 
 def make_workspace(rows: int, vocab_size: int, device: torch.device | str) -> Tensor:
