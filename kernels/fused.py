@@ -108,6 +108,7 @@ def rope_and_write(
     check_tensor("sequences", sequences, torch.int32, [("T", tokens)], alignment=4)
     check_tensor("block_tables", block_tables, torch.int32, [("S", None), ("max_blocks", None)], alignment=4)
     check_tensor("q_out", q_out, qkv.dtype, [("T", tokens), ("H", num_heads), ("D", dim)])
+    pages.check(layer)
     kernel = load("rope_and_write", ACTIVATION_BF16=_is_bf16(qkv), KV_FORMAT=FORMAT_NUMBERS[pages.format], HEAD_DIM=dim)
     lanes = 8 if dim <= 64 else 16 if dim <= 128 else 32
     kernel.launch(

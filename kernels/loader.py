@@ -75,7 +75,10 @@ def compile_cubin(source: str, macros: Macros, architecture: str) -> bytes:
     nvrtc = _nvrtc()
     file = SOURCES / f"{source}.cu"
     options = _options(macros, architecture)
-    cached = _cache_folder() / f"{source}-{architecture}-{_digest(file, options, nvrtc.getVersion())}.cubin"
+    folder = _cache_folder()
+    if folder is None:
+        return _compile(nvrtc, file, options)
+    cached = folder / f"{source}-{architecture}-{_digest(file, options, nvrtc.getVersion())}.cubin"
     cubin = _read(cached)
     if cubin is None:
         cubin = _compile(nvrtc, file, options)
@@ -204,7 +207,9 @@ def load(source: str, **macros: str | int) -> Function:
 @functools.cache
 def _require_device() -> None:
     if not torch.cuda.is_available():
-        raise KernelUnavailable("torch sees no CUDA device")
+        raise KernelUnavailable(
+            "torch sees no CUDA device: `nvidia-smi` must list one, and CUDA_VISIBLE_DEVICES let it through"
+        )
     torch.cuda.init()
 
 
@@ -318,9 +323,12 @@ def _digest(file: Path, options: Sequence[str], version: object) -> str:
     return digest.hexdigest()[:24]
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(base) / "coldblock" / "kernels"
+def _cache_folder() -> Path | None:
+    """None for a user who has no home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coldblock" / "kernels"
+    except RuntimeError:
+        return None
 
 
 def _read(path: Path) -> bytes | None:
