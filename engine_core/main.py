@@ -156,6 +156,8 @@ def load_executor(settings: EngineSettings, checkpoint: Path) -> LoadedExecutor:
     executor: LoadedExecutor
     if settings.device == "cuda" and reason is not None:
         raise UsageError(f"--device: 'cuda' is not allowed: {reason}")
+    if reason is not None:
+        log.info("--device auto takes the CPU: %s", reason)
     if settings.device == "cpu" or reason is not None:
         from .device.cpu_executor import CpuExecutor
 
