@@ -315,9 +315,7 @@ class _Loader(Generic[LinearT, EmbeddingT]):
         if f"{name}.qweight" not in self._source or f"{name}.mins" in self._source:
             return self._weight(name, rows, columns)
         groups = [rows, columns // self._group_size(columns)]
-        return Int8Weight(
-            self._codes(name, [rows, columns], torch.int8), self._source.tensor(f"{name}.scales", groups)
-        )
+        return Int8Weight(self._codes(name, [rows, columns], torch.int8), self._source.tensor(f"{name}.scales", groups))
 
 
 def _stack(weights: Sequence[Tensor | W4Weight]) -> Tensor | W4Weight:
