@@ -5,7 +5,7 @@ Does not know: layers, requests, or what the numbers are for.
 
 T is tokens, N the hidden size, H query heads, G KV heads, D the head dimension; activations are fp16 or bf16. Every
 output is written into a tensor that the caller passes. A row depends on nothing but itself, and no order of summation
-on the number of rows: all of these are batch-invariant.
+on the number of rows: all of these are batch-invariant. All raise KernelArgumentError for what does not fit.
 """
 
 from __future__ import annotations
