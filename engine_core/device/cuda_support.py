@@ -25,12 +25,12 @@ _INSTEAD = "use --device cpu"
 def why_no_cuda() -> str | None:
     """Why nothing can run on a GPU here; None when it can."""
     if torch.version.cuda is None:
-        return f"this torch ({torch.__version__}) is built without CUDA; {_INSTEAD}"
+        return f"this torch ({torch.__version__}) is built without CUDA"
     try:
         loader.device_architecture()
         loader.header_folders()
     except KernelUnavailable as error:
-        return f"{error}; or {_INSTEAD}"
+        return str(error)
     return None
 
 

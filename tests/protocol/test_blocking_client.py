@@ -37,7 +37,7 @@ def interrupted() -> Iterator[None]:
     """As if the user pressed Ctrl-C while the body waits."""
     main = threading.main_thread().ident
     assert main is not None
-    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         yield
 
