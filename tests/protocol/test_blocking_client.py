@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
+from typing import Any
 
 import pytest
 from coldblock import Client
@@ -112,6 +114,25 @@ def test_an_interrupt_leaves_nothing_hanging() -> None:
                 next(client.events())
             assert next(client.submit([2])) == TokenChunk((3,))
         assert not [t for t in threading.enumerate() if t.name == "coldblock-client"]
+
+
+def test_an_interrupt_before_the_wait_aborts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = asyncio.run_coroutine_threadsafe
+
+    def interrupted_behind(*arguments: Any) -> Any:
+        schedule(*arguments)
+        raise KeyboardInterrupt
+
+    with FakeEngine(endless, delay_s=60.0) as engine, Client(engine.endpoint) as client:
+        client.ready()
+        generation = client.submit([1], request_id="r")
+        next(generation)
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted_behind)
+        with pytest.raises(KeyboardInterrupt):
+            next(generation)
+        monkeypatch.undo()
+        until(lambda: engine.aborted == {"r"})
+        assert list(generation) == []
 
 
 def test_the_engines_death_reaches_every_thread(endpoint: str) -> None:
