@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -32,16 +30,6 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
-
-
-@contextmanager
-def interrupted() -> Iterator[None]:
-    """As if the user pressed Ctrl-C while the body waits."""
-    main = threading.main_thread().ident
-    assert main is not None
-    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
 
 
 @pytest.fixture
@@ -98,22 +86,6 @@ def test_forgetting_a_generation_aborts_it() -> None:
             pass
         gc.collect()
         until(lambda: engine.aborted == {"forgotten"})
-
-
-def test_an_interrupt_leaves_nothing_hanging() -> None:
-    with FakeEngine(lambda prompt: endless(prompt) if prompt == [1] else [3], delay_s=60.0) as engine:
-        with Client(engine.endpoint) as client:
-            client.ready()
-            generation = client.submit([1], request_id="r")
-            next(generation)
-            with interrupted():
-                next(generation)
-            until(lambda: engine.aborted == {"r"})
-            assert list(generation) == []
-            with interrupted():
-                next(client.events())
-            assert next(client.submit([2])) == TokenChunk((3,))
-        assert not [t for t in threading.enumerate() if t.name == "coldblock-client"]
 
 
 def test_an_interrupt_before_the_wait_aborts_too(monkeypatch: pytest.MonkeyPatch) -> None:
