@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from coldblock import Client
-from coldblock.protocol.client import TokenChunk
 from coldblock.protocol.errors import ColdblockError, EngineDied, EngineUnreachable, RequestRefused
 from coldblock.protocol.messages import Refused, SamplingParams, Stats, SwapEvent
 from fake_engine import FakeEngine
