@@ -44,6 +44,15 @@ class EngineSettings(Settings):
     prefix_cache: bool = Field(True, description="reuse the KV blocks of equal prompt beginnings")
     cpu_offload: bool = Field(True, description="swap cold KV blocks to CPU memory when the pool runs out")
     max_cpu_offload_mb: int = Field(2048, ge=0, description="most payload, in MiB, that the CPU tier holds")
+    victim_policy: Literal["least_recently_active", "lowest_priority", "most_blocks", "least_progress"] = Field(
+        "least_recently_active", description="who is swapped out when blocks run out"
+    )
+    resume_order: Literal["first_swapped_first", "most_urgent", "fewest_blocks"] = Field(
+        "first_swapped_first", description="who comes back first"
+    )
+    swap_or_recompute: Literal["cheaper", "swap", "recompute"] = Field(
+        "cheaper", description="what becomes of KV without room: cheaper decides by measured speeds"
+    )
     seed: int = Field(0, ge=0, le=MAX_SEED, description="seed for requests that bring none, and for dummy weights")
     deterministic: bool = Field(
         False, description="a request's tokens do not depend on what else runs, bit for bit; slower"

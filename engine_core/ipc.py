@@ -309,8 +309,10 @@ class IpcPort:
             self._flush(identity, outputs)
 
     def _deliver_swap(self, update: SwapUpdate, pending: dict[bytes, dict[str, messages.TokensOut]]) -> None:
+        """To the owner, what happens to its request; to the public, copies in the background as well."""
         event = self._swap_event(update)
-        if owner := self._owners.get(update.request_id):
+        background = update.phase in ("copied_out", "copied_in")
+        if not background and (owner := self._owners.get(update.request_id)):
             peer, _ = owner
             self._flush(peer.identity, pending.pop(peer.identity, {}))
             self._write(peer.identity, event)
@@ -330,7 +332,7 @@ class IpcPort:
 
     def _swap_event(self, update: SwapUpdate) -> messages.SwapEvent:
         return messages.SwapEvent(
-            request_id=own_id_of(update.request_id),
+            request_id=own_id_of(update.request_id) if update.request_id else "",
             phase=update.phase,
             reason=update.reason,
             blocks=update.blocks,
@@ -342,6 +344,7 @@ class IpcPort:
             cpu_budget_bytes=self._model.num_cpu_blocks * self._model.kv_block_bytes,
             time=time.time(),
             detail=update.detail,
+            queued_s=update.queued_s,
         )
 
     def _publish(self, topic: bytes, message: messages.EngineMessage | messages.Stats) -> None:
@@ -413,5 +416,6 @@ def _finished(update: FinishedUpdate) -> messages.Finished:
         queue_s=update.queue_s,
         prefill_s=update.prefill_s,
         decode_s=update.decode_s,
+        moved_bytes=update.moved_bytes,
     )
     return messages.Finished(update.reason, usage, update.stop_token, update.error)

@@ -247,4 +247,7 @@ def scheduler_config(settings: EngineSettings, model: messages.ModelInfo) -> Sch
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
         seed=settings.seed,
+        victim_policy=settings.victim_policy,
+        resume_order=settings.resume_order,
+        swap_or_recompute=settings.swap_or_recompute,
     )

@@ -79,14 +79,15 @@ class EngineStats:
             "coldblock_request_inter_token_seconds", "Mean gap between a request's tokens.", ITL_BUCKETS
         )
         self.stall = Histogram("coldblock_request_stall_seconds", "Time a swapped request spent out.", REQUEST_BUCKETS)
-        self.offload = Histogram("coldblock_cpu_offload_seconds", "One swap-out copy.", COPY_BUCKETS)
-        self.reload = Histogram("coldblock_cpu_reload_seconds", "One swap-in copy.", COPY_BUCKETS)
+        self.offload = Histogram("coldblock_cpu_offload_seconds", "One copy to the CPU tier.", COPY_BUCKETS)
+        self.reload = Histogram("coldblock_cpu_reload_seconds", "One copy to the GPU pool.", COPY_BUCKETS)
+        self.queued = Histogram("coldblock_copy_queue_seconds", "A copy's wait before it began.", COPY_BUCKETS)
         self.step = Histogram("coldblock_step_seconds", "One engine step.", COPY_BUCKETS)
         self.bookkeeping = Histogram(
             "coldblock_step_bookkeeping_seconds", "A step less its executor, waits included.", COPY_BUCKETS
         )
         latencies = (self.ttft, self.itl, self.e2e, self.queue, self.prefill, self.decode)
-        self.histograms = (*latencies, self.tpot, self.stall, self.offload, self.reload, self.step, self.bookkeeping)
+        self.histograms = (*latencies, self.tpot, self.stall, self.offload, self.reload, self.queued, self.step, self.bookkeeping)
 
     def arrived(self, request_id: str, now: float) -> None:
         """A request was taken."""
@@ -129,10 +130,12 @@ class EngineStats:
             self.stall.observe(update.stall_s)
 
     def _swapped(self, update: SwapUpdate) -> None:
-        if update.phase == "swapped":
+        if update.phase in ("swapped", "copied_out") and update.blocks:
             self.offload.observe(update.seconds)
-        elif update.phase == "resumed":
+            self.queued.observe(update.queued_s)
+        elif update.phase in ("resumed", "copied_in") and update.blocks:
             self.reload.observe(update.seconds)
+            self.queued.observe(update.queued_s)
 
     def snapshot(self, scheduler: Scheduler, peers: int) -> Stats:
         """The state at this moment."""
@@ -154,6 +157,7 @@ class EngineStats:
                 budget_bytes=self._model.num_cpu_blocks * self._model.kv_block_bytes,
                 max_swapped_requests=scheduler.counters.max_swapped_requests,
                 blocks=scheduler.cpu_blocks_used,
+                cached_blocks=scheduler.cpu_use().cached,
             ),
             step_ms=1000 * self._step_s,
             tokens_per_s=self._rate.per_second(now),
@@ -187,9 +191,12 @@ class EngineStats:
             (own + "requests_resumed_total", "Swap-ins of a request.", counters.requests_resumed),
             (own + "kv_cpu_offload_blocks_total", "KV blocks copied to the CPU tier.", counters.offload_blocks),
             (own + "kv_cpu_offload_bytes_total", "Payload bytes copied to the CPU tier.", counters.offload_bytes),
+            (own + "kv_write_behind_blocks_total", "Of these, ahead of need.", counters.write_behind_blocks),
             (own + "kv_cpu_offload_failed_total", "Copies to the CPU tier that failed.", counters.offload_failed),
             (own + "kv_cpu_offload_rejected_total", "Swaps the CPU budget forbade.", counters.offload_rejected),
             (own + "kv_cpu_reload_blocks_total", "KV blocks copied back to the GPU pool.", counters.reload_blocks),
+            (own + "kv_prefetch_blocks_total", "Of these, before their request's turn.", counters.prefetch_blocks),
+            (own + "kv_prefix_reload_blocks_total", "Of these, for a known prefix.", counters.prefix_reload_blocks),
             (own + "kv_cpu_reload_failed_total", "Copies to the GPU pool that failed.", counters.reload_failed),
             ("vllm:num_preemptions_total", "Requests whose KV was dropped for recomputation.", counters.preemptions),
             ("vllm:prompt_tokens_total", "Prompt tokens prefilled.", counters.prompt_tokens),

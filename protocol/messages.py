@@ -21,8 +21,8 @@ Name = Annotated[str, Meta(max_length=256)]
 """What a peer calls itself or a request. Short, as it comes back in every message, in stats and in logs."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "rejected"]
-SwapReason = Literal["admission", "growth", "resume"]
+SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "copied_out", "copied_in", "rejected"]
+SwapReason = Literal["admission", "growth", "resume", "write_behind", "prefetch", "prefix_hit"]
 
 
 class SamplingParams(Struct, frozen=True, array_like=True):
@@ -138,7 +138,9 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class Usage(Struct, frozen=True, array_like=True):
-    """Totals of one finished request. Seconds are durations; `stall_s` is the time it was swapped out."""
+    """Totals of one finished request. Seconds are durations; `stall_s` is the time it was swapped out. `moved_bytes`:
+    its KV blocks copied between the tiers, in either direction and for whatever reason.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -148,6 +150,7 @@ class Usage(Struct, frozen=True, array_like=True):
     queue_s: float
     prefill_s: float
     decode_s: float
+    moved_bytes: int = 0
 
 
 class Finished(Struct, frozen=True, array_like=True):
@@ -177,8 +180,10 @@ class Tokens(Struct, frozen=True, array_like=True, tag="tokens"):
 class SwapEvent(Struct, frozen=True, array_like=True, tag="swap"):
     """One move of a request's KV blocks between the tiers, sent to the request's owner and published.
 
-    `blocks`/`bytes`: what this move carries (0 for "rejected": what it would have carried is in `detail`). `seconds`:
-    the copy's duration for "swapped" and "resumed", else 0. Tier use is counted after the event. `time` is Unix time.
+    "copied_out" and "copied_in" are copies in the background, which leave the request where it is: they are published
+    only, and `request_id` is empty when the blocks are nobody's any more. `blocks`/`bytes`: what this move carries (0
+    for "rejected": what it would have carried is in `detail`). `seconds` and `queued_s`: the copy's duration and its
+    wait before, where one has ended, else 0. Tier use is counted after the event. `time` is Unix time.
     """
 
     request_id: str
@@ -193,6 +198,7 @@ class SwapEvent(Struct, frozen=True, array_like=True, tag="swap"):
     cpu_budget_bytes: int
     time: float
     detail: str = ""
+    queued_s: float = 0.0
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -244,13 +250,14 @@ class TierUse(Struct, frozen=True):
 
 
 class CpuOffload(Struct, frozen=True):
-    """The CPU tier. Bytes are real payload bytes of swapped blocks."""
+    """The CPU tier. Bytes are real payload bytes of swapped blocks. `cached_blocks` may be given up for others."""
 
     enabled: bool
     payload_bytes: int
     budget_bytes: int
     max_swapped_requests: int
     blocks: int
+    cached_blocks: int = 0
 
 
 class RequestRow(Struct, frozen=True):

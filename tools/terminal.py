@@ -71,5 +71,7 @@ def describe_swap(event: SwapEvent, who: str) -> str:
         "swapped": f"▼ {who} swapped out: {move} in {human_seconds(event.seconds)} · {tiers}",
         "swapping_in": f"▲ {who} swapping in: {move} back to GPU",
         "resumed": f"▲ {who} resumed: {move} in {human_seconds(event.seconds)} · {tiers}",
+        "copied_out": f"▽ {move} copied to CPU ({event.reason}) in {human_seconds(event.seconds)} · {tiers}",
+        "copied_in": f"△ {move} copied to GPU ({event.reason}) in {human_seconds(event.seconds)} · {tiers}",
         "rejected": f"✗ {who} not swapped: {event.detail or 'no room in the CPU tier'}",
     }[event.phase]

@@ -33,7 +33,9 @@ class BlockMove:
     """Copy whole blocks between the tiers: `gpu_blocks[i]` <-> `cpu_blocks[i]`. A `MoveDone` of that id ends it.
 
     A copy begins after the work of every step that was begun before its own, which may still write the blocks it
-    reads, or read the blocks it writes. It need not wait for its own step, which touches neither.
+    reads, or read the blocks it writes. Its own step and later ones need not wait for it, nor it for them: until its
+    `MoveDone` has been applied no step touches the blocks it writes, nor writes the ones it reads (steps may read
+    them too), and no other copy touches either. So copies may run and end in any order, also beside one another.
     """
 
     move_id: int
@@ -102,11 +104,15 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MoveDone:
-    """A copy that ended. `error` None: all bytes arrived. Otherwise nothing may be assumed of the target blocks."""
+    """A copy that ended. `error` None: all bytes arrived. Otherwise nothing may be assumed of the target blocks.
+
+    `seconds`: the copy itself; `queued_s`: how long it waited before, for steps and other copies.
+    """
 
     move_id: int
     seconds: float
     error: str | None = None
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

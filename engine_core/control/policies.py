@@ -1,27 +1,28 @@
-"""Choices that may be made in more than one way: who is swapped out, who comes back first.
+"""Choices that may be made in more than one way: who leaves, who comes back first, and whether KV is kept or computed
+again.
 
-Owns: the orders, by name. Does not know: pools, budgets, queues. A policy picks one of the requests it is given
-and changes nothing; the scheduler decides who may be picked at all.
+Owns: the orders, by name. Does not know: pools, budgets, queues. A policy picks one of what it is given and changes
+nothing; the scheduler decides who may be picked at all, and everybody finishes whatever is picked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from .costs import Speeds
+from .plan import Direction
 from .request import Request
 
 
-class VictimPolicy(Protocol):
-    """Picks the running request to swap out; `candidates` is never empty."""
+class RequestChoice(Protocol):
+    """Picks one of these requests; there is always at least one."""
 
     def choose(self, candidates: Sequence[Request]) -> Request: ...
 
 
-class ResumeOrder(Protocol):
-    """Picks the swapped request to bring back next; `candidates` is never empty."""
-
-    def choose(self, candidates: Sequence[Request]) -> Request: ...
+# ---------------------------------------------------------------- who leaves
 
 
 class LeastRecentlyActive:
@@ -31,6 +32,30 @@ class LeastRecentlyActive:
         return min(candidates, key=lambda request: (request.last_active_time, -request.arrival))
 
 
+class LowestPriority:
+    """The one of least priority; of those that are equal, the one that has been idle longest."""
+
+    def choose(self, candidates: Sequence[Request]) -> Request:
+        return min(candidates, key=lambda request: (request.priority, request.last_active_time, -request.arrival))
+
+
+class MostBlocks:
+    """The one whose leaving helps most: fewest requests leave."""
+
+    def choose(self, candidates: Sequence[Request]) -> Request:
+        return max(candidates, key=lambda request: (len(request.blocks), request.arrival))
+
+
+class LeastProgress:
+    """The one that has come least far: little waits to be copied."""
+
+    def choose(self, candidates: Sequence[Request]) -> Request:
+        return min(candidates, key=lambda request: (request.num_outputs, request.computed_tokens, -request.arrival))
+
+
+# ---------------------------------------------------------------- who comes back
+
+
 class FirstSwappedFirst:
     """The one that has been away longest."""
 
@@ -38,5 +63,81 @@ class FirstSwappedFirst:
         return min(candidates, key=lambda request: (request.swapped_since or 0.0, request.arrival))
 
 
-VICTIM_POLICIES: dict[str, type[VictimPolicy]] = {"least_recently_active": LeastRecentlyActive}
-RESUME_ORDERS: dict[str, type[ResumeOrder]] = {"first_swapped_first": FirstSwappedFirst}
+class MostUrgent:
+    """The one that is first by priority and age, as the waiting are."""
+
+    def choose(self, candidates: Sequence[Request]) -> Request:
+        return min(candidates, key=lambda request: (request.due, request.arrival))
+
+
+class FewestBlocks:
+    """The one that needs least room."""
+
+    def choose(self, candidates: Sequence[Request]) -> Request:
+        return min(candidates, key=lambda request: (len(request.blocks), request.arrival))
+
+
+# ---------------------------------------------------------------- keep or compute again
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What keeping KV or computing it again would take: blocks to copy out and in, or tokens to compute, while
+    `running` other requests wait for every step.
+    """
+
+    blocks_out: int
+    blocks_in: int
+    tokens: int
+    running: int
+
+
+class SwapOrRecompute(Protocol):
+    """Whether computing KV again is better than copying it."""
+
+    def recompute(self, work: Work, speeds: Speeds) -> bool: ...
+
+
+class Cheaper:
+    """What holds requests up less, by the speeds measured so far: a swap only the one that is swapped, by its copies
+    and the step at whose end they are noticed; computing, all that run. Copies, until both speeds are known.
+    """
+
+    def recompute(self, work: Work, speeds: Speeds) -> bool:
+        step, prefill = speeds.step_s(), speeds.prefill_s(work.tokens)
+        out, back = speeds.copy_s(Direction.OUT, work.blocks_out), speeds.copy_s(Direction.IN, work.blocks_in)
+        if step is None or prefill is None or out is None or back is None:
+            return False
+        return prefill * (1 + work.running) < step + out + back
+
+
+class AlwaysSwap:
+    """Copy whatever the CPU tier takes."""
+
+    def recompute(self, work: Work, speeds: Speeds) -> bool:
+        return False
+
+
+class AlwaysRecompute:
+    """Copy nothing."""
+
+    def recompute(self, work: Work, speeds: Speeds) -> bool:
+        return True
+
+
+VICTIM_POLICIES: dict[str, type[RequestChoice]] = {
+    "least_recently_active": LeastRecentlyActive,
+    "lowest_priority": LowestPriority,
+    "most_blocks": MostBlocks,
+    "least_progress": LeastProgress,
+}
+RESUME_ORDERS: dict[str, type[RequestChoice]] = {
+    "first_swapped_first": FirstSwappedFirst,
+    "most_urgent": MostUrgent,
+    "fewest_blocks": FewestBlocks,
+}
+SWAP_OR_RECOMPUTE: dict[str, type[SwapOrRecompute]] = {
+    "cheaper": Cheaper,
+    "swap": AlwaysSwap,
+    "recompute": AlwaysRecompute,
+}

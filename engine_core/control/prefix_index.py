@@ -1,7 +1,7 @@
-"""Which block holds the KV of which token prefix: a hash chain over full blocks.
+"""Which block holds the KV of which token prefix: a hash chain over full blocks, one index over both tiers.
 
-Owns: the map from a chain digest to the block that holds it, both ways.
-Does not know: reference counts and eviction (`block_pool`), or when tokens have been computed (`scheduler`).
+Owns: the map from a chain digest to the block that holds it.
+Does not know: where a block is and when it is given up (`tiers`), or when tokens have been computed (`scheduler`).
 
 A block's digest covers its tokens and, through its parent's digest, every token before it. Digests are
 blake2b of 16 bytes, so that two prefixes never share KV by accident or on purpose.
@@ -12,17 +12,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .swap import Block
 
 DIGEST_BYTES = 16
 
 
 class PrefixIndex:
-    """Digest of a full block's prefix -> block id."""
+    """Digest of a full block's prefix -> block. `Block.digest` is set exactly while the index names the block."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._block_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, Block] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
 
     def extend_chain(self, digests: list[bytes], tokens: array[int], full_blocks: int) -> None:
         """Append to `digests` until it covers the first `full_blocks` blocks of `tokens`."""
@@ -32,11 +38,11 @@ class PrefixIndex:
             content = tokens[start : start + size].tobytes()
             digests.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
 
-    def holder(self, digest: bytes) -> int | None:
+    def holder(self, digest: bytes) -> Block | None:
         """The block that holds the prefix, if one does."""
         return self._block_of.get(digest)
 
-    def match(self, digests: Sequence[bytes]) -> list[int]:
+    def match(self, digests: Sequence[bytes]) -> list[Block]:
         """The blocks of the longest indexed beginning of a chain."""
         blocks = []
         for digest in digests:
@@ -46,16 +52,13 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def insert(self, digest: bytes, block: int) -> bool:
-        """Say that `block` holds the prefix. False when another block already does: that one stays the answer."""
-        if digest in self._block_of:
-            return self._block_of[digest] == block
-        self._block_of[digest] = block
-        self._digest_of[block] = digest
-        return True
+    def insert(self, digest: bytes, block: Block) -> None:
+        """Say that `block` holds the prefix, unless another block already does: that one stays the answer."""
+        if self._block_of.setdefault(digest, block) is block:
+            block.digest = digest
 
-    def drop(self, block: int) -> None:
+    def drop(self, block: Block) -> None:
         """Forget what `block` holds; a block that is not indexed is ignored."""
-        digest = self._digest_of.pop(block, None)
-        if digest is not None:
-            del self._block_of[digest]
+        if block.digest is not None:
+            del self._block_of[block.digest]
+            block.digest = None

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 from .sampling import Sampling
 
 if TYPE_CHECKING:
-    from .swap import Swap
+    from .swap import Block, Move
     from .updates import SwapReason
 
 
 class State(Enum):
-    """Where a request is. It runs in PREFILL and DECODE; in the three swap states its KV is away or on its way."""
+    """Where a request is. It runs in PREFILL and DECODE. In LOADING its prompt's beginning is copied from the CPU tier;
+    in the three swap states some of its KV is away, may be taken, or is on its way.
+    """
 
     WAITING = "waiting"
+    LOADING = "loading"
     PREFILL = "prefill"
     DECODE = "decode"
     SWAPPING_OUT = "swapping_out"
@@ -34,6 +37,7 @@ class Event(Enum):
     """What can happen to a request. PREEMPT drops its KV for recomputation; FINISH is any end, an abort included."""
 
     ADMIT = "admit"
+    LOAD = "load"
     PREFILL_DONE = "prefill_done"
     SWAP_OUT = "swap_out"
     OUT_DONE = "out_done"
@@ -50,7 +54,11 @@ BEFORE_SWAP = None
 
 TRANSITIONS: dict[tuple[State, Event], State | None] = {
     (State.WAITING, Event.ADMIT): State.PREFILL,
+    (State.WAITING, Event.LOAD): State.LOADING,
     (State.WAITING, Event.FINISH): State.FINISHED,
+    (State.LOADING, Event.IN_DONE): State.PREFILL,
+    (State.LOADING, Event.IN_FAILED): State.WAITING,
+    (State.LOADING, Event.FINISH): State.FINISHED,
     (State.PREFILL, Event.PREFILL_DONE): State.DECODE,
     (State.PREFILL, Event.SWAP_OUT): State.SWAPPING_OUT,
     (State.PREFILL, Event.PREEMPT): State.WAITING,
@@ -60,6 +68,7 @@ TRANSITIONS: dict[tuple[State, Event], State | None] = {
     (State.DECODE, Event.FINISH): State.FINISHED,
     (State.SWAPPING_OUT, Event.OUT_DONE): State.SWAPPED,
     (State.SWAPPING_OUT, Event.OUT_FAILED): BEFORE_SWAP,
+    (State.SWAPPING_OUT, Event.PREEMPT): State.WAITING,
     (State.SWAPPING_OUT, Event.FINISH): State.FINISHED,
     (State.SWAPPED, Event.SWAP_IN): State.SWAPPING_IN,
     (State.SWAPPED, Event.PREEMPT): State.WAITING,
@@ -74,14 +83,25 @@ class IllegalTransition(RuntimeError):
     """An event arrived that the current state does not allow: a fault in the scheduler, never in a request."""
 
 
+@dataclass(slots=True)
+class Copied:
+    """What the copies that one change of a request's state takes came to. Those that ran together count once."""
+
+    blocks: int = 0
+    seconds: float = 0.0
+    queued_s: float = 0.0
+    error: str | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One live request. `tokens` is prompt and answer so far, as far as they are known; at `limit` of them it ends.
 
     `num_tokens` counts, beyond `tokens`, the one that a step in flight samples. `computed_tokens` of them have their KV
-    in blocks once the steps in flight are done. The KV of token i lies in block i // block_size of `block_table`, or of
-    `swap` while the request is swapped out. Times are seconds of the scheduler's clock. Everything but `block_table`
-    survives a swap; a recompute resets `computed_tokens` and keeps `tokens`, so that no token is emitted twice.
+    in blocks once the steps in flight are done. The KV of token i lies in `blocks[i // block_size]`, whatever its tier;
+    `block_table` has their GPU slots while the request runs. Times are seconds of the scheduler's clock. `due` orders
+    by priority and age. Everything but `block_table` survives a swap; a recompute resets `computed_tokens` and keeps
+    `tokens`, so that no token is emitted twice.
     """
 
     request_id: str
@@ -94,6 +114,7 @@ class Request:
     priority: int
     arrival: int
     arrived_at: float
+    due: float
 
     state: State = State.WAITING
     state_before_swap: State | None = None
@@ -101,12 +122,15 @@ class Request:
     computed_tokens: int = 0
     last_step: int = 0  # the last step that ran tokens of it
     penalized: bool = field(init=False)  # its sampling must know all tokens before
+    blocks: list[Block] = field(default_factory=list)
     block_table: array[int] = field(default_factory=lambda: array("i"))
-    swap: Swap | None = None
+    written_blocks: int = 0  # so many of `blocks` have been offered for a copy ahead of need
+    awaits: list[Move] = field(default_factory=list)  # the copies that it cannot go on without
+    copied: Copied = field(default_factory=lambda: Copied())
     swap_reason: SwapReason = "growth"
 
     digests: list[bytes] = field(default_factory=list)  # the prefix index's hash chain over `tokens`
-    indexed_blocks: int = 0  # so many blocks of `block_table` have been offered to the prefix index
+    indexed_blocks: int = 0  # so many of `blocks` have been offered to the prefix index
     cached_tokens: int = 0  # found in the prefix index at the first admission
     tokens_at_admission: int = 0  # `computed_tokens` at the last admission
 
@@ -117,7 +141,8 @@ class Request:
     stall_s: float = 0.0
 
     swaps: int = 0
-    growth_swaps: int = 0  # times it was swapped out so that others could grow
+    moved_blocks: int = 0  # copied in either direction, for whatever reason
+    times_left: int = 0  # it was swapped out or recomputed so that others could grow
     copy_failures: int = 0  # in a row
     gave_way: bool = False  # it has been swapped out for a newcomer
     denied_room: bool = False  # as a newcomer it wanted others to give way, and the CPU budget did not allow it

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 from .plan import SampledToken
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "rejected"]
-SwapReason = Literal["admission", "growth", "resume"]
+SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "copied_out", "copied_in", "rejected"]
+SwapReason = Literal["admission", "growth", "resume", "write_behind", "prefetch", "prefix_hit"]
 
 
 class TokenUpdate(NamedTuple):
@@ -42,14 +42,20 @@ class FinishedUpdate:
     queue_s: float
     prefill_s: float
     decode_s: float
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SwapUpdate:
     """One move of a request's blocks, begun, ended or not made. Tier use is counted after it.
 
-    `seconds` is the copy's duration for "swapped" and "resumed". "rejected" covers what the budget did not allow and
-    copies that failed: `detail` says which, `blocks` and `bytes` are 0.
+    "swapping_out" to "swapped" and "swapping_in" to "resumed" are a request's way out and back; `blocks` is what that
+    copies, less than it gives up or has where copies exist already. "copied_out" and "copied_in" are copies that leave
+    the request where it is: ahead of need, a prefix, more of what a swapped request still had on the GPU. `request_id`
+    is empty for cached blocks that nobody owns any more.
+
+    `seconds` and `queued_s` are the copy's duration and its wait before, for phases that end one. "rejected" covers
+    what the budget did not allow and copies that failed: `detail` says which, `blocks` and `bytes` are 0.
     """
 
     request_id: str
@@ -61,6 +67,7 @@ class SwapUpdate:
     gpu_used_blocks: int
     cpu_used_bytes: int
     detail: str = ""
+    queued_s: float = 0.0
 
 
 Update = TokenUpdate | FinishedUpdate | SwapUpdate
@@ -72,11 +79,14 @@ class Counters:
 
     requests_swapped: int = 0
     requests_resumed: int = 0
-    offload_blocks: int = 0
+    offload_blocks: int = 0  # all copies to the CPU tier
+    write_behind_blocks: int = 0  # of these, ahead of need
     offload_bytes: int = 0
     offload_failed: int = 0
     offload_rejected: int = 0
-    reload_blocks: int = 0
+    reload_blocks: int = 0  # all copies to the GPU pool
+    prefetch_blocks: int = 0  # of these, before the request's turn
+    prefix_reload_blocks: int = 0  # of these, for a new request with a known prefix
     reload_failed: int = 0
     max_swapped_requests: int = 0
     preemptions: int = 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 
 from coldblock.engine_core.control.plan import BlockMove, StepPlan
 from coldblock.engine_core.control.request import Request, State
 from coldblock.engine_core.control.sampling import Sampling
-from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
+from coldblock.engine_core.control.scheduler import USES_BLOCKS, Scheduler, SchedulerConfig
+from coldblock.engine_core.control.swap import NO_SLOT, Block, Move, Residency
+from coldblock.engine_core.control.tiers import Tiers
 from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
 from coldblock.engine_core.device.executor import Capacity
 from fake_executor import FakeExecutor, expected_tokens
@@ -33,6 +35,8 @@ def config(**changes: object) -> SchedulerConfig:
         "eos_token_ids": (EOS,),
         "vocab_size": VOCAB,
         "seed": 0,
+        "swap_or_recompute": "swap",
+        "write_behind_above": 1.0,
     }
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -146,7 +150,7 @@ class Harness:
     def check_drained(self) -> None:
         gpu, cpu = self.scheduler.gpu_use(), self.scheduler.cpu_use()
         assert (gpu.used, gpu.in_flight, gpu.free + gpu.cached) == (0, 0, gpu.total)
-        assert (cpu.used, cpu.in_flight, cpu.free) == (0, 0, cpu.total)
+        assert (cpu.used, cpu.in_flight, cpu.free + cpu.cached) == (0, 0, cpu.total)
         assert self.scheduler.requests() == [] and self.finished.keys() == self.asked.keys()
         for request_id in self.finished:
             self.check_end(request_id)
@@ -178,41 +182,78 @@ class Harness:
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Count both tiers anew from the requests' tables and the swaps, and compare with what the pools say."""
-    live = list(scheduler._requests.values())
-    swaps = set(scheduler._swaps._copying.values()) | {r.swap for r in live if r.swap is not None}
-    gpu = Counter(block for request in live for block in request.block_table)
-    gpu.update(block for swap in swaps for block in (*swap.gpu_blocks, *swap.room))
-    cpu = Counter(block for swap in swaps for block in swap.cpu_blocks)
-    for pool, refs, ends in (
-        (scheduler._gpu, gpu, [swap.gpu_blocks for swap in swaps if swap.move_id is not None]),
-        (scheduler._cpu, cpu, [swap.cpu_blocks for swap in swaps if swap.move_id is not None]),
-    ):
-        assert {block: pool.refs(block) for block in range(pool.total) if pool.refs(block)} == refs
-        assert pool._held == Counter(block for blocks in ends for block in blocks)
-        free, cached = pool._free, set(pool._cached)
-        assert len(set(free)) == len(free), "a block is free twice"
-        assert not set(free) & refs.keys() and not cached & refs.keys() and not set(free) & cached
-        assert len(free) + len(cached) + len(refs) == pool.total, "blocks are lost"
-        use = pool.use()
-        assert use.used + use.cached + use.in_flight + use.free == use.total == pool.total
-        assert use.in_flight == len(pool._held) and use.cached == len(cached)
-    assert set(scheduler._index._digest_of) == scheduler._gpu._kept
-    assert len(scheduler._running) + len(scheduler._swapped) <= scheduler.config.max_num_seqs
-    assert all((request.swap is not None) == (request.request_id in scheduler._swapped) for request in live)
-    in_sets = [*scheduler._waiting, *scheduler._running.values(), *scheduler._swapped.values()]
-    assert sorted(r.request_id for r in in_sets) == sorted(scheduler._requests)
+    """Count both tiers anew from the requests' blocks and the copies, and compare with what the tiers say."""
+    tiers, live = scheduler._tiers, list(scheduler._requests.values())
+    owners = Counter(block for request in live for block in request.blocks)
+    users = Counter(block for request in live if request.state in USES_BLOCKS for block in request.blocks)
+    moving = {block: move for move in tiers.moves.values() for block in move.blocks}
+    assert sum(len(move.blocks) for move in tiers.moves.values()) == len(moving), "a block is in two copies"
+    shelves = [shelf for shelf in vars(tiers).values() if isinstance(shelf, OrderedDict)]
+    blocks = {*owners, *moving, *tiers.index._block_of.values(), *(block for shelf in shelves for block in shelf)}
+    for block in blocks:
+        check_block(tiers, block, owners[block], users[block], moving.get(block))
+    for pool, slots in ((tiers._gpu, [b.gpu for b in blocks]), (tiers._cpu, [b.cpu for b in blocks])):
+        taken = [slot for slot in slots if slot != NO_SLOT]
+        assert sorted(taken + pool._free) == list(range(pool.total)), "slots are lost, or held twice"
+    for use in (tiers.gpu_use(), tiers.cpu_use()):
+        assert use.used + use.cached + use.in_flight + use.free == use.total
+        assert min(use.used, use.cached, use.in_flight, use.free) >= 0 and use.in_flight == len(moving)
+    for request in live:
+        check_request(scheduler, request)
+    for move in tiers.moves.values():
+        assert all(move in request.awaits for request in move.waiting)
+    seats = [*scheduler._running.values(), *scheduler._swapped.values(), *scheduler._loading.values()]
+    assert len(seats) <= scheduler.config.max_num_seqs
+    assert sorted(r.request_id for r in [*scheduler._waiting, *seats]) == sorted(scheduler._requests)
     check_steps_in_flight(scheduler)
+
+
+def check_block(tiers: Tiers, block: Block, owners: int, users: int, move: Move | None) -> None:
+    """Its counts, its slots by residency, its shelves, and its place in the index."""
+    assert (block.owners, block.users, block.move) == (owners, users, move)
+    residency = block.residency
+    on_gpu = residency in (Residency.GPU, Residency.BOTH, Residency.COPYING_OUT, Residency.COPYING_IN)
+    on_cpu = residency in (Residency.CPU, Residency.BOTH, Residency.COPYING_OUT, Residency.COPYING_IN)
+    assert (block.gpu != NO_SLOT, block.cpu != NO_SLOT) == (on_gpu, on_cpu), "a slot without content, or the reverse"
+    assert (move is not None) == (residency in (Residency.COPYING_OUT, Residency.COPYING_IN))
+    assert users == 0 or residency is not Residency.CPU, "who runs has a block that is away"
+    assert owners or block.digest is not None or move is not None, "nobody wants this block"
+    assert block.digest is None or tiers.index._block_of[block.digest] is block
+    gives_gpu = move is None and on_gpu and not users
+    gives_cpu = move is None and on_cpu and (not owners or (residency is Residency.BOTH and users > 0))
+    assert (block.gpu_shelf is not None, block.cpu_shelf is not None) == (gives_gpu, gives_cpu)
+    assert block.gpu_shelf is None or block in block.gpu_shelf
+    assert tiers.gives_way(block) == (gives_gpu and (residency is Residency.BOTH or not owners))
+
+
+def check_request(scheduler: Scheduler, request: Request) -> None:
+    """Its state, its set, its blocks and its table go together."""
+    state, size = request.state, scheduler.config.block_size
+    running = state in (State.PREFILL, State.DECODE)
+    assert (request.request_id in scheduler._running) == running
+    assert (request.request_id in scheduler._loading) == (state is State.LOADING)
+    swapping = state in (State.SWAPPING_OUT, State.SWAPPED, State.SWAPPING_IN)
+    assert (request.request_id in scheduler._swapped) == swapping
+    assert list(request.block_table) == ([block.gpu for block in request.blocks] if running else [])
+    assert (request.blocks == []) == (state is State.WAITING)
+    assert bool(request.awaits) == (state in (State.LOADING, State.SWAPPING_OUT, State.SWAPPING_IN))
+    assert all(request in move.waiting for move in request.awaits)
+    if running:
+        assert all(block.readable for block in request.blocks), "who runs has a block that is away"
+        written = request.blocks[request.computed_tokens // size :]
+        assert all(block.residency is Residency.GPU and block.owners == 1 for block in written), "not to be written"
+    content = -(-request.computed_tokens // size)
+    assert len(request.blocks) >= content and (running or len(request.blocks) == content or state in USES_BLOCKS)
 
 
 def check_steps_in_flight(scheduler: Scheduler) -> None:
     """What a request is ahead of its known tokens is what the steps in flight do for it, and no more."""
     size = scheduler.config.block_size
     for request in scheduler._requests.values():
-        chunks = [chunk for step in scheduler._in_flight for r, chunk in step if r is request]
+        chunks = [chunk for step in scheduler._in_flight for r, chunk in step.chunks if r is request]
         assert request.num_tokens - len(request.tokens) == sum(chunk.sample is not None for chunk in chunks)
         assert request.num_tokens <= request.limit, "it goes on behind its end"
-        assert not chunks or request.state not in (State.SWAPPED, State.SWAPPING_IN)
+        assert not chunks or request.state not in (State.SWAPPING_IN, State.LOADING)
         if request.request_id in scheduler._running:
             applied = request.computed_tokens - sum(chunk.num_tokens for chunk in chunks)
             assert 0 <= request.indexed_blocks * size <= applied, "blocks are offered before they are computed"

@@ -1,89 +1,31 @@
-"""One tier's blocks: references, the cache of kept content, holds of copies."""
+"""One tier's slots: free, taken, and counted with what stands on shelves."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 from coldblock.engine_core.control.block_pool import BlockPool, PoolExhausted, PoolUse
+from coldblock.engine_core.control.swap import Block
 
 
-def test_blocks_move_between_free_used_and_in_flight() -> None:
-    pool = BlockPool(4)
-    blocks = pool.allocate(3)
-    assert len(set(blocks)) == 3 and pool.use() == PoolUse(4, used=3, cached=0, in_flight=0, free=1)
-    pool.hold(blocks[:2])
-    pool.hold(blocks[:1])
-    assert pool.use() == PoolUse(4, used=1, cached=0, in_flight=2, free=1)
-    pool.unhold(blocks[:2])
-    assert pool.use().in_flight == 1
-    pool.unhold(blocks[:1])
-    pool.release(blocks)
-    assert pool.use() == PoolUse(4, used=0, cached=0, in_flight=0, free=4)
+def test_every_slot_is_given_out_once_until_it_is_given_back() -> None:
+    pool = BlockPool(3)
+    slots = [pool.take() for _ in range(3)]
+    assert sorted(slots) == [0, 1, 2] and pool.free == 0
+    with pytest.raises(PoolExhausted, match="no slot of 3 is free"):
+        pool.take()
+    pool.give(slots[1])
+    assert pool.take() == slots[1]
 
 
-def test_a_shared_block_is_free_only_after_its_last_reference() -> None:
-    pool = BlockPool(1)
-    (block,) = pool.allocate(1)
-    pool.share([block])
-    pool.release([block])
-    assert pool.refs(block) == 1 and pool.available == 0
-    pool.release([block])
-    assert pool.available == 1
-
-
-def test_more_than_available_is_an_error_and_changes_nothing() -> None:
-    pool = BlockPool(2)
-    pool.allocate(1)
-    with pytest.raises(PoolExhausted, match="2 blocks wanted, 1 of 2 available"):
-        pool.allocate(2)
-    assert pool.use().free == 1
-
-
-def test_kept_blocks_are_cached_and_evicted_oldest_first() -> None:
-    evicted: list[int] = []
-    pool = BlockPool(3, evicted.append)
-    a, b, c = pool.allocate(3)
-    for block in (a, b, c):
-        pool.keep(block)
-    pool.release([b])
-    pool.release([a])
-    assert pool.use() == PoolUse(3, used=1, cached=2, in_flight=0, free=0)
-    assert pool.allocate(1) == [b] and evicted == [b]
-    pool.share([a])
-    assert pool.refs(a) == 1 and pool.available == 0
-
-
-def test_free_blocks_are_taken_before_cached_ones() -> None:
-    evicted: list[int] = []
-    pool = BlockPool(2, evicted.append)
-    a, b = pool.allocate(2)
-    pool.keep(a)
-    pool.release([a, b])
-    assert pool.allocate(1) == [b] and evicted == []
-
-
-def test_forgotten_content_is_not_cached() -> None:
-    evicted: list[int] = []
-    pool = BlockPool(2, evicted.append)
-    used, cached = pool.allocate(2)
-    for block in (used, cached):
-        pool.keep(block)
-    pool.release([cached])
-    pool.forget(cached)
-    pool.forget(used)
-    pool.forget(used)
-    assert evicted == [cached, used] and pool.use().free == 1
-    pool.release([used])
-    assert pool.use() == PoolUse(2, used=0, cached=0, in_flight=0, free=2)
-
-
-def test_the_reference_of_a_running_copy_cannot_be_released() -> None:
-    pool = BlockPool(1)
-    blocks = pool.allocate(1)
-    pool.hold(blocks)
-    with pytest.raises(AssertionError):
-        pool.release(blocks)
+def test_what_is_neither_free_nor_cached_nor_in_flight_is_used() -> None:
+    pool = BlockPool(8)
+    for _ in range(6):
+        pool.take()
+    shelves = [OrderedDict.fromkeys([Block(), Block()]), OrderedDict.fromkeys([Block()])]
+    assert pool.use(shelves, in_flight=1) == PoolUse(8, used=2, cached=3, in_flight=1, free=2)
 
 
 def test_a_tier_of_no_blocks_is_legal() -> None:
-    pool = BlockPool(0)
-    assert pool.available == 0 and pool.allocate(0) == []
+    assert BlockPool(0).use((), 0) == PoolUse(0, 0, 0, 0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from coldblock.engine_core.control.prefix_index import PrefixIndex
+from coldblock.engine_core.control.swap import Block
 
 
 def chain(index: PrefixIndex, tokens: list[int]) -> list[bytes]:
@@ -31,22 +32,25 @@ def test_a_chain_grows_to_the_same_digests() -> None:
 
 
 def test_match_ends_at_the_first_gap() -> None:
-    index = PrefixIndex(4)
+    index, blocks = PrefixIndex(4), [Block(), Block(), Block()]
     digests = chain(index, list(range(12)))
-    for block, digest in zip((7, 8, 9), digests, strict=True):
-        assert index.insert(digest, block)
-    assert index.match(digests) == [7, 8, 9]
-    index.drop(8)
-    index.drop(8)
-    assert index.match(digests) == [7]
-    assert index.insert(digests[1], 3) and index.match(digests) == [7, 3, 9]
+    for block, digest in zip(blocks, digests, strict=True):
+        index.insert(digest, block)
+        assert block.digest == digest
+    assert index.match(digests) == blocks
+    index.drop(blocks[1])
+    index.drop(blocks[1])
+    assert index.match(digests) == blocks[:1] and blocks[1].digest is None
+    other = Block()
+    index.insert(digests[1], other)
+    assert index.match(digests) == [blocks[0], other, blocks[2]]
 
 
 def test_the_first_block_of_a_prefix_stays_its_block() -> None:
-    index = PrefixIndex(4)
+    index, first, second = PrefixIndex(4), Block(), Block()
     (digest,) = chain(index, [1, 2, 3, 4])
-    assert index.insert(digest, 5)
-    assert not index.insert(digest, 6)
-    assert index.insert(digest, 5)
-    index.drop(6)
-    assert index.match([digest]) == [5]
+    for block in (first, second, first):
+        index.insert(digest, block)
+    assert (first.digest, second.digest) == (digest, None)
+    index.drop(second)
+    assert index.match([digest]) == [first] and index.holder(digest) is first and len(index) == 1

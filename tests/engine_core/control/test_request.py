@@ -11,7 +11,12 @@ from coldblock.engine_core.control.sampling import Sampling
 
 BACK = "state before the swap"
 EXPECTED = {
-    State.WAITING: {Event.ADMIT: State.PREFILL, Event.FINISH: State.FINISHED},
+    State.WAITING: {Event.ADMIT: State.PREFILL, Event.LOAD: State.LOADING, Event.FINISH: State.FINISHED},
+    State.LOADING: {
+        Event.IN_DONE: State.PREFILL,
+        Event.IN_FAILED: State.WAITING,
+        Event.FINISH: State.FINISHED,
+    },
     State.PREFILL: {
         Event.PREFILL_DONE: State.DECODE,
         Event.SWAP_OUT: State.SWAPPING_OUT,
@@ -23,7 +28,12 @@ EXPECTED = {
         Event.PREEMPT: State.WAITING,
         Event.FINISH: State.FINISHED,
     },
-    State.SWAPPING_OUT: {Event.OUT_DONE: State.SWAPPED, Event.OUT_FAILED: BACK, Event.FINISH: State.FINISHED},
+    State.SWAPPING_OUT: {
+        Event.OUT_DONE: State.SWAPPED,
+        Event.OUT_FAILED: BACK,
+        Event.PREEMPT: State.WAITING,
+        Event.FINISH: State.FINISHED,
+    },
     State.SWAPPED: {Event.SWAP_IN: State.SWAPPING_IN, Event.PREEMPT: State.WAITING, Event.FINISH: State.FINISHED},
     State.SWAPPING_IN: {Event.IN_DONE: BACK, Event.IN_FAILED: State.SWAPPED, Event.FINISH: State.FINISHED},
     State.FINISHED: {},
@@ -31,7 +41,7 @@ EXPECTED = {
 
 
 def make_request(state: State = State.WAITING, before: State | None = None) -> Request:
-    request = Request("r", array("i", [1, 2, 3]), 3, Sampling(), 0, 8, (), 0, 1, 0.0)
+    request = Request("r", array("i", [1, 2, 3]), 3, Sampling(), 0, 8, (), 0, 1, 0.0, 0.0)
     request.state, request.state_before_swap = state, before
     return request
 

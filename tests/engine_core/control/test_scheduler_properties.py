@@ -6,6 +6,7 @@ at the end everybody has finished with the text that its prompt and sampling alo
 
 from __future__ import annotations
 
+from coldblock.engine_core.control.policies import RESUME_ORDERS, SWAP_OR_RECOMPUTE, VICTIM_POLICIES
 from coldblock.engine_core.control.request import State
 from fake_executor import expected_tokens
 from hypothesis import given, settings
@@ -26,6 +27,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 8),
         batched_tokens=st.integers(1, 40),
         chunk_tokens=st.integers(1, 24),
+        policies=st.tuples(
+            st.sampled_from(sorted(VICTIM_POLICIES)),
+            st.sampled_from(sorted(RESUME_ORDERS)),
+            st.sampled_from(["swap", *SWAP_OR_RECOMPUTE]),
+        ),
+        write_behind_above=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
     )
     def start(
         self,
@@ -37,6 +44,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         batched_tokens: int,
         chunk_tokens: int,
+        policies: tuple[str, str, str],
+        write_behind_above: float,
     ) -> None:
         self.delays: list[int] = []
         self.failures: list[bool] = []
@@ -53,6 +62,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batched_tokens,
             prefill_chunk_tokens=chunk_tokens,
+            victim_policy=policies[0],
+            resume_order=policies[1],
+            swap_or_recompute=policies[2],
+            write_behind_above=write_behind_above,
         )
 
     @rule(
@@ -61,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 30),
         stops_at=st.sampled_from([None, None, 0, 1, 3, 8]),
         penalized=st.sampled_from([False, False, True]),
-        priority=st.sampled_from([0, 0, 0, 1]),
+        priority=st.sampled_from([0, 0, 0, 1, -1, 100]),
     )
     def arrive(
         self,

@@ -118,7 +118,7 @@ def test_a_recomputed_request_is_not_admitted_before_its_step_in_flight_is_appli
     harness.scheduler._preempt(request, harness.clock())
     assert harness.begin() is None and request.state is State.WAITING
     harness.complete()
-    assert request.indexed_blocks == 1, "what was in flight is offered to nobody"
+    assert len(harness.scheduler._tiers.index) == 1, "what was in flight is offered to nobody"
     harness.run()
 
 

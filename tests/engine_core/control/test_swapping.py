@@ -13,7 +13,7 @@ from coldblock.engine_core.control.plan import Direction
 from coldblock.engine_core.control.policies import FirstSwappedFirst, LeastRecentlyActive
 from coldblock.engine_core.control.request import Request, State
 from coldblock.engine_core.control.sampling import Sampling
-from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, MAX_GROWTH_SWAPS
+from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, MAX_TIMES_LEFT
 from scheduler_harness import Harness
 
 pytestmark = pytest.mark.usefixtures("steps_ahead")
@@ -53,8 +53,9 @@ def test_a_newcomer_of_the_whole_pool_swaps_the_first_once(prompt_tokens: int, d
 def test_two_that_grow_to_the_whole_pool_swap_once(prompt_tokens: int, delay: int) -> None:
     harness = pair(prompt_tokens, 48 - prompt_tokens, delay=lambda move: delay)
     harness.run()
-    assert [swap.phase for swap in harness.swaps] == PHASES
+    assert [swap.phase for swap in harness.swaps if swap.phase != "copied_out"] == PHASES
     assert harness.swaps[0].reason == "growth" and len({swap.request_id for swap in harness.swaps}) == 1
+    assert harness.scheduler.counters.offload_blocks == 1, "more was copied than the other one lacked"
 
 
 def test_swap_updates_carry_blocks_bytes_seconds_and_tier_use() -> None:
@@ -71,13 +72,15 @@ def test_swap_updates_carry_blocks_bytes_seconds_and_tier_use() -> None:
     assert counters.max_swapped_requests == 1
 
 
-def test_only_computed_blocks_are_copied_and_the_rest_is_released() -> None:
+def test_only_what_is_lacking_is_copied_and_what_is_not_computed_is_released() -> None:
     harness = Harness(num_gpu_blocks=8, prefill_chunk_tokens=20)
     harness.add("first", range(100), 4)
     harness.step()
+    assert len(harness.request("first").blocks) == 7
     harness.add("second", range(200, 300), 4)
     plan = harness.step()
-    assert plan is not None and [len(move.gpu_blocks) for move in plan.moves] == [2]
+    assert plan is not None and [len(move.gpu_blocks) for move in plan.moves] == [1]
+    assert len(harness.request("first").blocks) == 2
     harness.run()
     assert harness.phases("resumed") == ["first"]
 
@@ -115,7 +118,7 @@ def test_a_decode_goes_on_where_the_swap_stopped_it(steps_ahead: int) -> None:
 
 
 def request_at(arrival: int, last_active: float = 0.0, swapped_since: float | None = None) -> Request:
-    request = Request(str(arrival), array("i", [1]), 1, Sampling(), 0, 8, (), 0, arrival, 0.0)
+    request = Request(str(arrival), array("i", [1]), 1, Sampling(), 0, 8, (), 0, arrival, 0.0, 0.0)
     request.last_active_time, request.swapped_since = last_active, swapped_since
     return request
 
@@ -261,7 +264,7 @@ def test_who_left_often_is_passed_over_unless_all_did(spent: list[str], victim: 
         harness.add(f"r{index}", range(index * 50, index * 50 + 10), 30)
     harness.step()
     for name in spent:
-        harness.request(name).growth_swaps = MAX_GROWTH_SWAPS
+        harness.request(name).times_left = MAX_TIMES_LEFT
     harness.run_until(lambda: bool(harness.swaps))
     assert harness.swaps[0].request_id == victim
     harness.run()
@@ -377,7 +380,7 @@ def test_swap_outs_that_keep_failing_end_in_a_recompute() -> None:
     harness = pair(10, 38, fails=lambda move: True)
     harness.run()
     counters = harness.scheduler.counters
-    assert (counters.offload_failed, counters.preemptions, counters.requests_swapped) == (MAX_COPY_FAILURES, 1, 0)
+    assert (counters.offload_failed, counters.preemptions, counters.requests_swapped) == (MAX_COPY_FAILURES, 1, 1)
 
 
 def test_a_swap_in_is_tried_again_and_then_recomputed() -> None:
@@ -398,7 +401,7 @@ ENDING = {State.SWAPPING_OUT: Direction.OUT, State.SWAPPING_IN: Direction.IN}
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("state", [state for state in State if state is not State.FINISHED])
+@pytest.mark.parametrize("state", [state for state in State if state not in (State.FINISHED, State.LOADING)])
 def test_an_abort_in_any_state_returns_every_block(state: State, fails: bool) -> None:
     """Case 5. A copy that is under way at the abort ends later, well or badly."""
     aborted: list[str] = []
@@ -452,7 +455,7 @@ def test_no_block_is_reused_before_its_copy_has_ended() -> None:
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_resume_counts_more_blocks_than_its_swap_freed(delay: int) -> None:
-    """Case 2: the victim shared its prefix, so its swap freed one block of four, and it comes back to private ones."""
+    """Case 2: the victim shared its prefix, so its swap freed one block of four."""
     harness = Harness(num_gpu_blocks=7, prefix_cache=True, max_num_seqs=8, delay=lambda move: delay)
     prefix = list(range(48))
     harness.add("keeper", prefix, 60)
@@ -462,8 +465,7 @@ def test_a_resume_counts_more_blocks_than_its_swap_freed(delay: int) -> None:
     assert harness.request("victim").cached_tokens == 48
     available = harness.scheduler.gpu_use()
     harness.run_until(lambda: "victim" in harness.phases("swapped"))
-    swap = harness.request("victim").swap
-    assert swap is not None and len(swap.cpu_blocks) > available.total - available.used
+    assert len(harness.request("victim").blocks) > available.total - available.used
     harness.run()
     assert harness.phases("resumed").count("victim") == harness.phases("swapped").count("victim") >= 1
 

@@ -1,0 +1,216 @@
+"""What two tiers bring: prefixes that outlive the GPU pool, copies ahead of need, resumes that load what is missing."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from coldblock.engine_core.control.plan import Direction
+from coldblock.engine_core.control.request import State
+from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, WRITE_BEHIND_PAUSE_S
+from coldblock.engine_core.control.swap import Block, Residency
+from scheduler_harness import Harness
+
+pytestmark = pytest.mark.usefixtures("steps_ahead")
+
+
+def evicted_prefix(**settings: object) -> Harness:
+    """A pool of six blocks from which the prefix of "warm", two blocks, fell out; the CPU tier still has it."""
+    values = {"num_gpu_blocks": 6, "prefix_cache": True, "write_behind_above": 0.0, **settings}
+    harness = Harness(**values)  # type: ignore[arg-type]
+    harness.add("warm", range(40), 2)
+    harness.run()
+    harness.add("other", range(500, 585), 4)
+    harness.run_until(lambda: "other" in harness.finished)
+    assert [block.residency for block in blocks_of(harness, 40)] == [Residency.CPU] * 2
+    return harness
+
+
+def blocks_of(harness: Harness, tokens: int) -> list[Block]:
+    """The indexed blocks of the prompt range(tokens)."""
+    index, digests = harness.scheduler._tiers.index, list[bytes]()
+    index.extend_chain(digests, array("i", range(tokens)), tokens // 16)
+    return index.match(digests)
+
+
+# ---------------------------------------------------------------- prefixes
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_prefix_that_fell_out_of_the_pool_is_loaded_not_computed(delay: int) -> None:
+    harness = evicted_prefix(delay=lambda move: delay)
+    harness.add("again", range(40), 2)
+    harness.run()
+    assert harness.finished["again"].cached_tokens == 32
+    starts = [c.start for plan in harness.executor.plans for c in plan.chunks if c.request_id == "again"]
+    assert starts[0] == 32 and harness.scheduler.counters.prefix_reload_blocks == 2
+    loads = [swap for swap in harness.swaps if swap.reason == "prefix_hit"]
+    assert [(swap.request_id, swap.blocks) for swap in loads if swap.phase == "copied_in"] == []
+    assert harness.finished["again"].moved_bytes >= 2000 and harness.finished["again"].swaps == 0
+
+
+def test_two_newcomers_wait_for_one_load_of_the_prefix_they_share() -> None:
+    harness = evicted_prefix(delay=lambda move: 3)
+    for name in ("one", "two"):
+        harness.add(name, range(40), 2)
+    harness.step()
+    assert [harness.state(name) for name in ("one", "two")] == [State.LOADING] * 2
+    harness.run()
+    assert harness.scheduler.counters.prefix_reload_blocks == 2
+    assert [harness.finished[name].cached_tokens for name in ("one", "two")] == [32, 32]
+
+
+def test_a_prefix_whose_load_fails_is_computed() -> None:
+    harness = evicted_prefix(fails=lambda move: move.direction is Direction.IN)
+    harness.add("again", range(40), 2)
+    harness.run()
+    assert harness.finished["again"].cached_tokens == 0 and harness.scheduler.counters.reload_failed == 1
+    assert [swap.detail for swap in harness.swaps if swap.phase == "rejected"] == ["copy failed: injected"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_abort_while_its_prefix_is_loaded_returns_every_block(fails: bool) -> None:
+    """Case 5. The copy that is under way at the abort ends later, well or badly."""
+    harness = evicted_prefix(delay=lambda move: 3, fails=lambda move: fails and move.direction is Direction.IN)
+    harness.add("again", range(40), 2)
+    harness.step()
+    assert harness.state("again") is State.LOADING
+    harness.abort("again")
+    assert harness.scheduler.has_work()
+    harness.run()
+    assert harness.finished["again"].reason == "abort"
+
+
+def test_a_prefix_that_is_cheaper_to_compute_is_not_loaded() -> None:
+    harness = evicted_prefix()
+    harness.scheduler._swap_or_recompute = type("Always", (), {"recompute": lambda self, work, speeds: True})()
+    harness.add("again", range(40), 2)
+    harness.run()
+    assert harness.finished["again"].cached_tokens == 0 and harness.scheduler.counters.reload_blocks == 0
+
+
+def test_what_a_failed_request_computed_is_found_in_neither_tier() -> None:
+    """Case 11, with copies in the CPU tier."""
+    harness = evicted_prefix()
+    harness.add("again", range(40), 20)
+    harness.run_until(lambda: len(harness.tokens["again"]) == 2)
+    harness.executor.failing.add("again")
+    harness.run_until(lambda: "again" in harness.finished)
+    assert harness.finished["again"].reason == "error" and blocks_of(harness, 40) == []
+    harness.add("clean", range(40), 2)
+    harness.run()
+    assert harness.finished["clean"].cached_tokens == 0
+
+
+# ---------------------------------------------------------------- copies ahead of need
+
+
+def test_full_blocks_are_copied_ahead_of_need_and_never_twice() -> None:
+    harness = Harness(num_gpu_blocks=3, num_cpu_blocks=8, write_behind_above=0.5)
+    harness.add("first", range(40), 8)
+    harness.run_until(lambda: len(harness.tokens["first"]) == 5)
+    assert harness.scheduler.counters.write_behind_blocks == 2
+    assert {swap.phase for swap in harness.swaps} == {"copied_out"}
+    assert {swap.reason for swap in harness.swaps} == {"write_behind"}
+    harness.add("second", range(100, 140), 8)
+    harness.run()
+    out = next(swap for swap in harness.swaps if (swap.request_id, swap.phase) == ("first", "swapped"))
+    assert out.blocks == 1, "what was copied before was copied again"
+    assert harness.phases("resumed") == ["first"]
+
+
+def test_nothing_is_copied_ahead_while_the_pool_is_empty_enough() -> None:
+    harness = Harness(num_gpu_blocks=8, write_behind_above=0.5)
+    harness.add("small", range(50), 10)
+    harness.run()
+    assert harness.swaps == []
+
+
+def test_after_a_failed_copy_ahead_of_need_there_is_a_pause() -> None:
+    harness = Harness(num_gpu_blocks=4, write_behind_above=0.0, fails=lambda move: True)
+    harness.add("long", range(5), 50)
+    harness.run()
+    failed = harness.scheduler.counters.offload_failed
+    assert 1 <= failed <= 1 + 0.01 * 50 / WRITE_BEHIND_PAUSE_S
+
+
+def test_copies_ahead_of_need_end_though_the_cpu_tier_is_smaller_than_what_is_cached() -> None:
+    harness = Harness(num_gpu_blocks=16, num_cpu_blocks=2, prefix_cache=True, write_behind_above=0.0)
+    for index in range(6):
+        harness.add(f"r{index}", range(100 * index, 100 * index + 33), 2)
+    harness.run()
+    for _ in range(50):
+        harness.step()
+    assert not harness.scheduler.has_work()
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_the_next_to_resume_loads_what_fits_before_its_turn(delay: int) -> None:
+    harness = Harness(num_gpu_blocks=12, delay=lambda move: delay)
+    harness.add("small", range(500, 520), 12, priority=1)
+    harness.add("first", range(70), 8)
+    harness.run_until(lambda: bool(harness.tokens["first"]))
+    harness.add("big", range(100, 230), 14)
+    harness.run_until(lambda: bool(harness.tokens["big"]))
+    assert sum(block.residency is Residency.CPU for block in harness.request("first").blocks) == 4
+    harness.run_until(lambda: "small" in harness.finished)
+    harness.run_until(lambda: "prefetch" in {swap.reason for swap in harness.swaps})
+    assert harness.state("first") is State.SWAPPED and harness.state("big") is State.DECODE
+    harness.run()
+    counters = harness.scheduler.counters
+    assert (counters.prefetch_blocks, counters.reload_blocks) == (2, 4)
+    assert harness.finished["first"].moved_bytes == 8000
+    resumed = next(swap for swap in harness.swaps if swap.phase == "resumed")
+    assert (resumed.request_id, resumed.blocks) == ("first", 2)
+
+
+# ---------------------------------------------------------------- who comes back
+
+
+def test_a_resume_loads_only_what_is_missing() -> None:
+    harness = Harness(num_gpu_blocks=8, num_cpu_blocks=8)
+    harness.add("victim", range(70), 20)
+    harness.run_until(lambda: bool(harness.tokens["victim"]))
+    harness.add("newcomer", range(100, 160), 4)
+    harness.run()
+    counters = harness.scheduler.counters
+    assert harness.phases("resumed") == ["victim"]
+    assert counters.offload_blocks == counters.reload_blocks == 1, "it had five blocks and one was needed"
+
+
+def test_a_resumed_request_shares_blocks_that_others_computed_meanwhile() -> None:
+    """Both compute the same prompt side by side, so each has blocks of its own; only one's are named by the index."""
+    harness = Harness(num_gpu_blocks=7, num_cpu_blocks=12, prefix_cache=True)
+    harness.add("a", range(40), 70)
+    harness.add("b", range(40), 70)
+    harness.step()
+    harness.step()
+    a, b = harness.request("a"), harness.request("b")
+    assert not set(a.blocks) & set(b.blocks)
+    harness.run_until(lambda: b.state is State.SWAPPED and len(a.blocks) == 7)
+    harness.run_until(lambda: b.state is State.SWAPPING_IN or b.block_table != array("i"))
+    assert harness.scheduler.counters.offload_blocks >= 2
+    harness.run()
+    loaded = {block for plan in harness.executor.plans for move in plan.moves for block in move.gpu_blocks}
+    assert loaded and harness.scheduler.counters.reload_blocks < harness.scheduler.counters.offload_blocks
+
+
+def test_a_victim_whose_copies_fail_again_and_again_is_recomputed() -> None:
+    harness = Harness(num_gpu_blocks=3, num_cpu_blocks=3, fails=lambda move: True)
+    for index in range(2):
+        harness.add(f"r{index}", range(index * 50, index * 50 + 10), 38)
+    harness.run()
+    counters = harness.scheduler.counters
+    assert (counters.offload_failed, counters.preemptions) == (MAX_COPY_FAILURES, 1)
+
+
+def test_priority_is_worth_waiting_time_and_no_more() -> None:
+    harness = Harness(max_num_seqs=1)
+    harness.add("running", range(10), 3)
+    harness.step()
+    harness.add("patient", range(20, 30), 1)
+    harness.clock.now += 11.0
+    harness.add("late but urgent", range(40, 50), 1, priority=1)
+    harness.add("later and more urgent", range(60, 70), 1, priority=2)
+    harness.run()
+    assert list(harness.finished) == ["running", "later and more urgent", "patient", "late but urgent"]
