@@ -87,7 +87,8 @@ class EngineStats:
             "coldblock_step_bookkeeping_seconds", "A step less its executor, waits included.", COPY_BUCKETS
         )
         latencies = (self.ttft, self.itl, self.e2e, self.queue, self.prefill, self.decode)
-        self.histograms = (*latencies, self.tpot, self.stall, self.offload, self.reload, self.queued, self.step, self.bookkeeping)
+        copies = (self.stall, self.offload, self.reload, self.queued)
+        self.histograms = (*latencies, self.tpot, *copies, self.step, self.bookkeeping)
 
     def arrived(self, request_id: str, now: float) -> None:
         """A request was taken."""

@@ -517,7 +517,7 @@ class Scheduler:
     # ------------------------------------------------------------ copies ahead of need
 
     def _write_behind(self, now: float) -> None:
-        """Copy the coldest full blocks that have no copy yet, while the pool fills up and the link has nothing to do."""
+        """Copy the coldest full blocks that have no copy, while the pool fills up and the link has nothing to do."""
         tiers, config = self._tiers, self.config
         taken = config.num_gpu_blocks - tiers.free
         if taken <= config.write_behind_above * config.num_gpu_blocks or now < self._write_behind_from:

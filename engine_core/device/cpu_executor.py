@@ -2,7 +2,7 @@
 
 Owns: the loaded model, the pool, the transfers. Does not know: requests beyond one step, scheduling, sockets.
 
-A step is computed when it begins, so `complete_step` only polls the copies. With `deterministic`, a token's attention
+A step is computed when it begins, so `complete_step` only polls the copies, which run beside the compute. With `deterministic`, a token's attention
 and logits are computed alone, in shapes that follow from its own context; through the linears it goes with others only
 where torch computes a row as if it were alone: 4-bit linears, few rows.
 """
@@ -25,7 +25,7 @@ from ..models.w4a16 import W4Linear
 from ..models.weights import Checkpoint, DummyCheckpoint, LoadOptions, load_decoder
 from .batch import PagedBatch
 from .config import ExecutorConfig
-from .executor import Capacity
+from .executor import IDLE_COPY_WAIT_S, Capacity
 from .kv_pool import KVPool
 from .memory import available_memory
 from .sampler import Sampler
@@ -64,6 +64,7 @@ class CpuExecutor:
         self._transfers = Transfers(self._pool)
         self._sampler = Sampler(self.model_config.tokenizer_vocab_size)
         self._result: StepResult | None = None
+        self._computed = False  # whether the last step had chunks
 
     @torch.inference_mode()
     def begin_step(self, plan: StepPlan) -> None:
@@ -73,6 +74,7 @@ class CpuExecutor:
         sampled, logits = self._forward(plan.chunks)
         tokens, failed = self._sampler.sample(sampled, logits)
         self._result = StepResult(plan.step, tokens, failed, (), time.perf_counter() - begun)
+        self._computed = bool(plan.chunks)
 
     @torch.inference_mode()
     def complete_step(self) -> StepResult:
@@ -80,10 +82,11 @@ class CpuExecutor:
         result, self._result = self._result, None
         if result is None:
             raise RuntimeError("complete_step without begin_step")
-        return replace(result, moves_done=self._transfers.poll())
+        return replace(result, moves_done=self._transfers.poll(0.0 if self._computed else IDLE_COPY_WAIT_S))
 
     def close(self) -> None:
-        """Nothing is held beyond memory."""
+        """End the thread that copies; nothing else is held beyond memory."""
+        self._transfers.close()
 
     def describe(self) -> dict[str, str | int]:
         """What was loaded and the memory it takes, for the line at start."""

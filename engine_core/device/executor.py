@@ -11,6 +11,10 @@ from typing import Protocol
 from ..control.plan import StepPlan, StepResult
 
 
+IDLE_COPY_WAIT_S = 0.01
+"""So long may completing a step without chunks wait for a copy: there is nothing else to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """The sizes the executor settled on at start. `block_bytes`: one block across all layers, K, V and scales."""
@@ -27,8 +31,10 @@ class Executor(Protocol):
     `steps_ahead`, 0 or 1: how many further steps may be begun before the oldest is completed. With 1, a plan may ask
     for tokens of the step before (`Chunk.from_previous`); its copies and its compute come after that step's work.
 
-    Copies may outlive their step: each is reported once, as a `MoveDone` in the result of the step at whose completion
-    it was found complete, which may be the step before its own. A plan without chunks is legal and only moves or polls.
+    Copies run beside the compute, in either direction at once; `BlockMove` says what orders them. They may outlive
+    their step: each is reported once, as a `MoveDone` in the result of the step at whose completion it was found
+    complete, which may be the step before its own, and in any order. A plan without chunks is legal and only moves or
+    polls; completing it waits for a copy to end, up to IDLE_COPY_WAIT_S, if one runs.
     """
 
     capacity: Capacity
