@@ -48,7 +48,7 @@ class EngineSettings(Settings):
         "least_recently_active", description="who is swapped out when blocks run out"
     )
     resume_order: Literal["first_swapped_first", "most_urgent", "fewest_blocks"] = Field(
-        "first_swapped_first", description="who comes back first"
+        "most_urgent", description="who comes back first; urgent is who has priority and has waited long"
     )
     swap_or_recompute: Literal["cheaper", "swap", "recompute"] = Field(
         "cheaper", description="what becomes of KV without room: cheaper decides by measured speeds"

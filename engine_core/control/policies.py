@@ -26,17 +26,17 @@ class RequestChoice(Protocol):
 
 
 class LeastRecentlyActive:
-    """The one that has been idle longest; of those that are equal, the one that arrived last."""
+    """The one that has been idle longest; of those that run in every step, the one that has come least far."""
 
     def choose(self, candidates: Sequence[Request]) -> Request:
-        return min(candidates, key=lambda request: (request.last_active_time, -request.arrival))
+        return min(candidates, key=lambda request: (request.last_active_time, *_progress(request)))
 
 
 class LowestPriority:
     """The one of least priority; of those that are equal, the one that has been idle longest."""
 
     def choose(self, candidates: Sequence[Request]) -> Request:
-        return min(candidates, key=lambda request: (request.priority, request.last_active_time, -request.arrival))
+        return min(candidates, key=lambda r: (r.priority, r.last_active_time, *_progress(r)))
 
 
 class MostBlocks:
@@ -47,10 +47,14 @@ class MostBlocks:
 
 
 class LeastProgress:
-    """The one that has come least far: little waits to be copied."""
+    """The one that has come least far: who is further on ends sooner, and its room is free for good."""
 
     def choose(self, candidates: Sequence[Request]) -> Request:
-        return min(candidates, key=lambda request: (request.num_outputs, request.computed_tokens, -request.arrival))
+        return min(candidates, key=_progress)
+
+
+def _progress(request: Request) -> tuple[int, int, int]:
+    return request.num_outputs, request.computed_tokens, -request.arrival
 
 
 # ---------------------------------------------------------------- who comes back

@@ -102,7 +102,7 @@ class SchedulerConfig:
     vocab_size: int
     seed: int
     victim_policy: str = "least_recently_active"
-    resume_order: str = "first_swapped_first"
+    resume_order: str = "most_urgent"
     swap_or_recompute: str = "cheaper"
     write_behind_above: float = 0.5
 
@@ -227,28 +227,35 @@ class Scheduler:
             if request.num_tokens > size * len(request.block_table) and request.num_tokens < request.limit
         ]
         short.sort(key=_seniority)
-        # One that had to leave for another is not running any more.
-        return all(self._find_blocks(request, now) for request in short if request.request_id in self._running)
+        awaited = 0
+        for request in short:
+            if request.request_id in self._running:  # else it had to leave for another
+                awaited += self._find_blocks(request, awaited, now)
+        return not awaited
 
-    def _find_blocks(self, request: Request, now: float) -> bool:
-        """Let victims leave until `request` has its blocks, or has itself left. False: wait for those on their way."""
+    def _find_blocks(self, request: Request, awaited: int, now: float) -> int:
+        """Let victims leave until `request` has its blocks beside the `awaited` ones of others, or has itself left.
+
+        Returns how many blocks it now awaits: those on their way out are for it.
+        """
         missing = self._blocks_for(request.num_tokens) - len(request.blocks)
-        while self._tiers.available < missing:
+        needed = awaited + missing
+        while self._tiers.available < needed:
             ending = self._freed_by(self._ending())
-            if self._reclaim(missing - ending, "growth", now):
-                if self._tiers.available < missing:
-                    return False
+            if self._reclaim(needed - ending, "growth", now):
+                if self._tiers.available < needed:
+                    return missing
                 continue
             victim = self._growth_victim()
             if victim is None:
-                return False
+                return missing
             self._make_leave(victim, now)
             if victim is request:
-                return True
+                return 0
         new = self._tiers.allocate(missing)
         request.blocks += new
         request.block_table.extend([block.gpu for block in new])
-        return True
+        return 0
 
     def _growth_victim(self) -> Request | None:
         """Anybody but the most senior running request, so that one always gets on."""
@@ -522,15 +529,21 @@ class Scheduler:
         taken = config.num_gpu_blocks - tiers.free
         if taken <= config.write_behind_above * config.num_gpu_blocks or now < self._write_behind_from:
             return
-        most = min(tiers.cpu_spare, max(1, WRITE_BEHIND_BYTES // config.block_bytes))
-        if most == 0 or not tiers.idle(Direction.OUT):
+        if not tiers.idle(Direction.OUT):
             return
-        request, blocks = self._coldest(most)
-        if blocks:
+        most = max(1, WRITE_BEHIND_BYTES // config.block_bytes)
+        while (room := min(tiers.cpu_spare, most)) > 0:
+            request, blocks = self._coldest(room)
+            if not blocks:
+                return
             self._copy_out(blocks, "write_behind", request, ahead=True)
+            most -= len(blocks)
 
     def _coldest(self, most: int) -> tuple[Request | None, list[Block]]:
-        """Blocks to copy ahead of need, and whose: of swapped requests, then cached, then of who would leave next."""
+        """Blocks to copy ahead of need, and whose: of swapped requests, then cached, then of who would leave next.
+
+        None is named twice, as a copy takes a block off its shelf, and `written_blocks` counts the others.
+        """
         size = self.config.block_size
         request, blocks = self._parked_blocks(most, full_only=True)
         if request is not None:
@@ -538,14 +551,14 @@ class Scheduler:
         cached = list(islice(self._tiers.unwritten(), most))
         if cached:
             return None, cached
-        behind = [r for r in self._running.values() if r.computed_tokens // size > r.written_blocks]
-        if not behind:
-            return None, []
-        request = self._victims.choose(behind)
-        first, full = request.written_blocks, request.computed_tokens // size
-        request.written_blocks = min(full, first + most)
-        blocks = request.blocks[first : request.written_blocks]
-        return request, [block for block in blocks if block.residency is Residency.GPU]
+        while behind := [r for r in self._running.values() if r.computed_tokens // size > r.written_blocks]:
+            request = self._victims.choose(behind)
+            first, full = request.written_blocks, request.computed_tokens // size
+            request.written_blocks = min(full, first + most)
+            blocks = [b for b in request.blocks[first : request.written_blocks] if b.residency is Residency.GPU]
+            if blocks:
+                return request, blocks
+        return None, []
 
     # ------------------------------------------------------------ what the step runs
 

@@ -123,6 +123,16 @@ def request_at(arrival: int, last_active: float = 0.0, swapped_since: float | No
     return request
 
 
+def test_all_that_grow_in_one_step_wait_for_one_round_of_copies() -> None:
+    harness = Harness(num_gpu_blocks=16, delay=lambda move: 3)
+    for index in range(8):
+        harness.add(f"r{index}", range(index * 50, index * 50 + 25), 20)
+    harness.run_until(lambda: bool(harness.phases("swapping_out")))
+    assert harness.scheduler._tiers.leaving() + harness.scheduler._tiers.available == 5, "blocks are asked for one by one"
+    assert harness.scheduler.running == 5
+    harness.run()
+
+
 def test_the_policies_choose_the_oldest_activity_and_the_oldest_swap() -> None:
     old, tied, new = request_at(1, 2.0), request_at(2, 2.0), request_at(3, 5.0)
     assert LeastRecentlyActive().choose([old, tied, new]) is tied
@@ -271,11 +281,11 @@ def test_who_left_often_is_passed_over_unless_all_did(spent: list[str], victim: 
 
 
 def test_no_more_leave_than_the_copies_under_way_do_not_make_up_for() -> None:
-    harness = Harness(num_gpu_blocks=8, delay=lambda move: 5)
-    for index in range(4):
-        harness.add(f"r{index}", range(index * 50, index * 50 + 25), 20)
+    harness = Harness(num_gpu_blocks=9, delay=lambda move: 5)
+    for index in range(3):
+        harness.add(f"r{index}", range(index * 50, index * 50 + 40), 20)
     harness.run_until(lambda: bool(harness.phases("swapped")))
-    assert harness.phases("swapping_out") == ["r3"]
+    assert harness.phases("swapping_out") == ["r2"]
     harness.run()
 
 
