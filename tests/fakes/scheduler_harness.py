@@ -189,9 +189,12 @@ def check_invariants(scheduler: Scheduler) -> None:
     moving = {block: move for move in tiers.moves.values() for block in move.blocks}
     assert sum(len(move.blocks) for move in tiers.moves.values()) == len(moving), "a block is in two copies"
     shelves = [shelf for shelf in vars(tiers).values() if isinstance(shelf, OrderedDict)]
+    failed = {block for request in live if request.copied.error for block in request.blocks}
     blocks = {*owners, *moving, *tiers.index._block_of.values(), *(block for shelf in shelves for block in shelf)}
     for block in blocks:
         check_block(tiers, block, owners[block], users[block], moving.get(block))
+        away = users[block] and block.residency is Residency.CPU
+        assert not away or block in failed, "who runs, or is to run, has a block that is away"
     for pool, slots in ((tiers._gpu, [b.gpu for b in blocks]), (tiers._cpu, [b.cpu for b in blocks])):
         taken = [slot for slot in slots if slot != NO_SLOT]
         assert sorted(taken + pool._free) == list(range(pool.total)), "slots are lost, or held twice"
@@ -216,7 +219,6 @@ def check_block(tiers: Tiers, block: Block, owners: int, users: int, move: Move 
     on_cpu = residency in (Residency.CPU, Residency.BOTH, Residency.COPYING_OUT, Residency.COPYING_IN)
     assert (block.gpu != NO_SLOT, block.cpu != NO_SLOT) == (on_gpu, on_cpu), "a slot without content, or the reverse"
     assert (move is not None) == (residency in (Residency.COPYING_OUT, Residency.COPYING_IN))
-    assert users == 0 or residency is not Residency.CPU, "who runs has a block that is away"
     assert owners or block.digest is not None or move is not None, "nobody wants this block"
     assert block.digest is None or tiers.index._block_of[block.digest] is block
     gives_gpu = move is None and on_gpu and not users

@@ -20,12 +20,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         steps_ahead=st.sampled_from([0, 1, 1]),
-        gpu_blocks=st.integers(3, 14),
-        cpu_blocks=st.sampled_from([0, 1, 3, 6, 30]),
-        prefix_cache=st.booleans(),
-        cpu_offload=st.sampled_from([True, True, True, False]),
+        gpu_blocks=st.integers(3, 18),
+        cpu_blocks=st.sampled_from([0, 1, 3, 6, 30, 30, 30]),
+        prefix_cache=st.sampled_from([True, True, False]),
+        cpu_offload=st.sampled_from([True] * 6 + [False]),
         max_num_seqs=st.integers(1, 8),
-        batched_tokens=st.integers(1, 40),
+        batched_tokens=st.integers(1, 60),
         chunk_tokens=st.integers(1, 24),
         policies=st.tuples(
             st.sampled_from(sorted(VICTIM_POLICIES)),
@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             st.sampled_from(["swap", *SWAP_OR_RECOMPUTE]),
         ),
         write_behind_above=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+        crowd=st.integers(0, 8),
     )
     def start(
         self,
@@ -46,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk_tokens: int,
         policies: tuple[str, str, str],
         write_behind_above: float,
+        crowd: int,
     ) -> None:
         self.delays: list[int] = []
         self.failures: list[bool] = []
@@ -67,6 +69,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             swap_or_recompute=policies[2],
             write_behind_above=write_behind_above,
         )
+        for index in range(crowd):
+            self.add(f"r{index}", [*range(4 * (index % 3)), 50 + index], 10 + 3 * index)
+        self.added = crowd
 
     @rule(
         shared=st.integers(0, 20),
@@ -112,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         penalty = 1.5 if penalized else 1.0
         self.harness.add(request_id, prompt, max_tokens, priority, stop_token_ids=stops, repetition_penalty=penalty)
 
-    @rule(steps=st.integers(1, 12))
+    @rule(steps=st.integers(1, 20))
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.harness.step()
@@ -154,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
 @settings(max_examples=60, deadline=None)
