@@ -2,9 +2,9 @@
 
 Owns: the loaded model, the pool, the transfers. Does not know: requests beyond one step, scheduling, sockets.
 
-A step is computed when it begins, so `complete_step` only polls the copies, which run beside the compute. With `deterministic`, a token's attention
-and logits are computed alone, in shapes that follow from its own context; through the linears it goes with others only
-where torch computes a row as if it were alone: 4-bit linears, few rows.
+A step is computed when it begins, so `complete_step` only polls the copies, which run beside the compute. With
+`deterministic`, a token's attention and logits are computed alone, in shapes that follow from its own context; through
+the linears it goes with others only where torch computes a row as if it were alone: 4-bit linears, few rows.
 """
 
 from __future__ import annotations

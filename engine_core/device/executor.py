@@ -10,7 +10,6 @@ from typing import Protocol
 
 from ..control.plan import StepPlan, StepResult
 
-
 IDLE_COPY_WAIT_S = 0.01
 """So long may completing a step without chunks wait for a copy: there is nothing else to do."""
 

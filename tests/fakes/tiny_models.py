@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coldblock.engine_core.control.plan import BlockMove, Chunk, SampleSpec, StepPlan, StepResult
+from coldblock.engine_core.control.plan import BlockMove, Chunk, MoveDone, SampleSpec, StepPlan, StepResult
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device.batch import PagedBatch
 from coldblock.engine_core.device.config import ExecutorConfig
@@ -134,6 +134,14 @@ def run_step(
     """One step, begun and completed."""
     executor.begin_step(StepPlan(step, tuple(chunks), tuple(moves)))
     return executor.complete_step()
+
+
+def copy_blocks(executor: CpuExecutor, *moves: BlockMove) -> list[MoveDone]:
+    """Copies from their beginning to their end, in steps that do nothing else."""
+    done = list(run_step(executor, moves=moves).moves_done)
+    while len(done) < len(moves):
+        done += run_step(executor).moves_done
+    return done
 
 
 def make_executor(path: Path, **changes: Any) -> CpuExecutor:

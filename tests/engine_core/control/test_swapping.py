@@ -128,7 +128,9 @@ def test_all_that_grow_in_one_step_wait_for_one_round_of_copies() -> None:
     for index in range(8):
         harness.add(f"r{index}", range(index * 50, index * 50 + 25), 20)
     harness.run_until(lambda: bool(harness.phases("swapping_out")))
-    assert harness.scheduler._tiers.leaving() + harness.scheduler._tiers.available == 5, "blocks are asked for one by one"
+    assert harness.scheduler._tiers.leaving() + harness.scheduler._tiers.available == 5, (
+        "blocks are asked for one by one"
+    )
     assert harness.scheduler.running == 5
     harness.run()
 

@@ -13,7 +13,7 @@ from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device import cpu_executor
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.errors import CheckpointError, MemoryBudgetError
-from tiny_models import GREEDY, chunk, edit_config, make_executor, quantize, run_step, save_tiny
+from tiny_models import GREEDY, chunk, copy_blocks, edit_config, make_executor, quantize, run_step, save_tiny
 
 PROMPTS = {"a": [5, 9, 300, 4, 7] * 7, "b": [8, 1, 2], "c": [77] * 16}
 TABLES = {"a": [11, 3, 7, 20], "b": [1, 40], "c": [9, 10]}
@@ -55,9 +55,8 @@ def test_a_chunk_without_sample_gives_no_token(model: tuple[Path, Any]) -> None:
 
 def test_a_plan_without_chunks_moves_and_polls(model: tuple[Path, Any]) -> None:
     executor = make_executor(model[0], cpu_offload_bytes=1 << 20)
-    result = run_step(executor, moves=[BlockMove(3, Direction.OUT, (0,), (1,))], step=9)
-    assert result.step == 9
-    assert [done.move_id for done in result.moves_done] == [3]
+    assert run_step(executor, step=9).step == 9
+    assert [done.move_id for done in copy_blocks(executor, BlockMove(3, Direction.OUT, (0,), (1,)))] == [3]
     assert run_step(executor).moves_done == ()
 
 
@@ -72,9 +71,7 @@ def test_a_step_may_read_the_blocks_that_it_begins_to_copy(model: tuple[Path, An
     while not done:
         done += run_step(executor).moves_done
     run_step(executor, [chunk("b", [1] * 16, 0, [5], GREEDY)])
-    done = list(run_step(executor, moves=[BlockMove(2, Direction.IN, (8,), (2,))]).moves_done)
-    while not done:
-        done += run_step(executor).moves_done
+    copy_blocks(executor, BlockMove(2, Direction.IN, (8,), (2,)))
     assert run_step(executor, [chunk("a", [first], 16, [8, 6], GREEDY)]).tokens["a"] == wanted
 
 
@@ -84,9 +81,9 @@ def test_swapped_out_and_in_elsewhere_the_answer_is_the_same(model: tuple[Path, 
     prompt, asked = PROMPTS["a"], Sampling(temperature=0.0, logprobs=5)
     first = run_step(executor, [chunk("a", prompt, 0, [0, 1, 2], asked)]).tokens["a"].token_id
     stays = run_step(executor, [chunk("a", [first], len(prompt), [0, 1, 2], asked)]).tokens["a"]
-    run_step(executor, moves=[BlockMove(1, Direction.OUT, (0, 1, 2), (2, 0, 1))])
+    copy_blocks(executor, BlockMove(1, Direction.OUT, (0, 1, 2), (2, 0, 1)))
     run_step(executor, [chunk("x", [3] * 48, 0, [0, 1, 2])])
-    run_step(executor, moves=[BlockMove(2, Direction.IN, (9, 4, 7), (2, 0, 1))])
+    copy_blocks(executor, BlockMove(2, Direction.IN, (9, 4, 7), (2, 0, 1)))
     moved = run_step(executor, [chunk("a", [first], len(prompt), [9, 4, 7], asked)]).tokens["a"]
     assert moved == stays
 

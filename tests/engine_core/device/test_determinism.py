@@ -18,7 +18,7 @@ from coldblock.engine_core.device.batch import PagedBatch
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.kv_pool import KVPool
 from coldblock.engine_core.kv_layout import FormatName, KVShape
-from tiny_models import chunk, make_executor, quantize, run_step, save_tiny
+from tiny_models import chunk, copy_blocks, make_executor, quantize, run_step, save_tiny
 
 ASKED = Sampling(temperature=0.0, logprobs=5)
 LENGTHS = {"a": 21, "b": 5, "c": 34, "d": 16}
@@ -81,10 +81,10 @@ class Run:
 
     def swap(self, name: str) -> None:
         there = tuple(range(BLOCKS))
-        run_step(self.executor, moves=[BlockMove(1, Direction.OUT, tuple(self.tables[name]), there)])
+        copy_blocks(self.executor, BlockMove(1, Direction.OUT, tuple(self.tables[name]), there))
         self.free = self.tables[name] + self.free
         self.tables[name] = [self.free.pop() for _ in range(BLOCKS)]
-        run_step(self.executor, moves=[BlockMove(2, Direction.IN, tuple(self.tables[name]), there)])
+        copy_blocks(self.executor, BlockMove(2, Direction.IN, tuple(self.tables[name]), there))
 
 
 def test_bit_for_bit(checkpoint: tuple[Path, str], threads: int) -> None:

@@ -1,0 +1,116 @@
+"""Scheduler and CPU executor together: whatever moves between the tiers, and however late, changes no token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from coldblock.engine_core.control.sampling import Sampling
+from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
+from coldblock.engine_core.control.updates import Counters, FinishedUpdate, TokenUpdate
+from coldblock.engine_core.device.cpu_executor import CpuExecutor
+from tiny_models import make_executor, save_tiny
+
+DELAY = "COLDBLOCK_TEST_COPY_DELAY_STEPS"
+FORMATS = ("fp16", "int8", "fp8", "fp8_e5m2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(path)
+    return path
+
+
+def executor_of(model: Path, num_gpu_blocks: int, kv_cache_dtype: str) -> CpuExecutor:
+    return make_executor(
+        model,
+        num_gpu_blocks=num_gpu_blocks,
+        kv_cache_dtype=kv_cache_dtype,
+        deterministic=True,
+        cpu_offload_bytes=1 << 22,
+        num_threads=1,
+    )
+
+
+def serve(
+    executor: CpuExecutor, rounds: Sequence[Sequence[list[int]]], new: int, prefix_cache: bool
+) -> tuple[list[list[list[int]]], Counters]:
+    """Greedy answers to the prompts of one round after the other, those of a round at once; and what it took."""
+    capacity = executor.capacity
+    config = SchedulerConfig(
+        block_size=16,
+        num_gpu_blocks=capacity.num_gpu_blocks,
+        num_cpu_blocks=capacity.num_cpu_blocks,
+        block_bytes=capacity.block_bytes,
+        max_model_len=512,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        prefill_chunk_tokens=64,
+        prefix_cache=prefix_cache,
+        cpu_offload=True,
+        eos_token_ids=(),
+        vocab_size=300,
+        seed=0,
+        swap_or_recompute="swap",
+    )
+    scheduler, answers = Scheduler(config), []
+    for prompts in rounds:
+        for index, prompt in enumerate(prompts):
+            scheduler.add(str(index), prompt, Sampling(max_tokens=new, temperature=0.0, ignore_eos=True))
+        answers.append(finish(scheduler, executor))
+    executor.close()
+    return answers, scheduler.counters
+
+
+def finish(scheduler: Scheduler, executor: CpuExecutor) -> list[list[int]]:
+    """All answers; nothing is left in use in either tier."""
+    answers: list[list[int]] = [[] for _ in scheduler.requests()]
+    while scheduler.has_work():
+        plan = scheduler.plan()
+        if plan is not None:
+            executor.begin_step(plan)
+            scheduler.apply(executor.complete_step())
+        for update in scheduler.drain():
+            if isinstance(update, TokenUpdate):
+                answers[int(update.request_id)].append(update.token.token_id)
+            assert not isinstance(update, FinishedUpdate) or update.reason == "length"
+    gpu, cpu = scheduler.gpu_use(), scheduler.cpu_use()
+    assert (gpu.used, gpu.in_flight, cpu.used, cpu.in_flight) == (0, 0, 0, 0)
+    return answers
+
+
+def prompts_of(count: int, seed: int) -> list[list[int]]:
+    """Some share a beginning of two blocks."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(5, 290) for _ in range(32)]
+    own = [[rng.randrange(5, 290) for _ in range(rng.randrange(4, 30))] for _ in range(count)]
+    return [(shared if index % 4 == 0 else []) + prompt for index, prompt in enumerate(own)]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+@pytest.mark.parametrize("delay", [0, 3])
+def test_sixty_four_on_a_tiny_pool_give_the_tokens_of_a_large_one(
+    model: Path, kv_cache_dtype: str, delay: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 3, and case 16 where a prefix is found: late copies read and write whatever is there by then."""
+    prompts = prompts_of(64, seed=delay)
+    wanted, large = serve(executor_of(model, 2000, kv_cache_dtype), [prompts], 14, prefix_cache=False)
+    assert large.offload_blocks == 0
+    monkeypatch.setenv(DELAY, str(delay))
+    answers, small = serve(executor_of(model, 12, kv_cache_dtype), [prompts], 14, prefix_cache=delay > 0)
+    assert answers == wanted
+    assert small.requests_swapped > 0 and small.write_behind_blocks > 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+def test_a_prefix_loaded_from_the_cpu_tier_gives_the_same_answer(model: Path, kv_cache_dtype: str) -> None:
+    """Cases 10 and 16: computed, found on the GPU, and found in the CPU tier."""
+    rng = random.Random(5)
+    prompt, filler, other = ([rng.randrange(5, 290) for _ in range(count)] for count in (40, 70, 180))
+    executor = executor_of(model, 12, kv_cache_dtype)
+    answers, counters = serve(executor, [[prompt, filler], [prompt], [other], [prompt]], 8, prefix_cache=True)
+    assert answers[0][0] == answers[1][0] == answers[3][0]
+    assert (counters.prefix_hits_tokens, counters.prefix_reload_blocks) == (64, 2)
