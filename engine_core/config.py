@@ -43,7 +43,11 @@ class EngineSettings(Settings):
     prefill_chunk_tokens: int = Field(512, ge=1, description="most prompt tokens of one request in one step")
     prefix_cache: bool = Field(True, description="reuse the KV blocks of equal prompt beginnings")
     cpu_offload: bool = Field(True, description="swap cold KV blocks to CPU memory when the pool runs out")
-    max_cpu_offload_mb: int = Field(2048, ge=0, description="most payload, in MiB, that the CPU tier holds")
+    max_cpu_offload_mb: int | None = Field(
+        None,
+        ge=0,
+        description="most payload, in MiB, that the CPU tier holds; 2048, or a quarter of the free RAM, if absent",
+    )
     victim_policy: Literal["least_recently_active", "lowest_priority", "most_blocks", "least_progress"] = Field(
         "least_recently_active", description="who is swapped out when blocks run out"
     )

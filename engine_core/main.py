@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MIB = 2**20
+DEFAULT_CPU_OFFLOAD_MB = 2048
 MEMORY_PARTS = ("free", "weights", "workspace", "graphs", "reserve")  # of `describe`, in the line at start
 PROG = "coldblock engine"
 DRAIN_S = 10.0  # how long open requests may go on after SIGTERM
@@ -174,7 +175,6 @@ def executor_config(settings: EngineSettings, checkpoint: Path) -> ExecutorConfi
     """The executor's frozen view of the settings."""
     from .device.config import ExecutorConfig
 
-    offload_mb = settings.max_cpu_offload_mb if settings.cpu_offload else 0
     return ExecutorConfig(
         model_path=checkpoint,
         kv_cache_dtype=settings.kv_cache_dtype,
@@ -184,13 +184,24 @@ def executor_config(settings: EngineSettings, checkpoint: Path) -> ExecutorConfi
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        cpu_offload_bytes=offload_mb * MIB,
+        cpu_offload_bytes=_cpu_offload_bytes(settings),
         load_format=settings.load_format,
         compute_dtype=settings.dtype,
         deterministic=settings.deterministic,
         seed=settings.seed,
         num_threads=settings.threads,
     )
+
+
+def _cpu_offload_bytes(settings: EngineSettings) -> int:
+    """What was asked for; else what a small machine can spare too."""
+    from .device.memory import available_memory
+
+    if not settings.cpu_offload:
+        return 0
+    if settings.max_cpu_offload_mb is not None:
+        return settings.max_cpu_offload_mb * MIB
+    return min(DEFAULT_CPU_OFFLOAD_MB * MIB, available_memory() // 4)
 
 
 def memory_line(settings: EngineSettings, executor: LoadedExecutor) -> str:

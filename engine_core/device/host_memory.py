@@ -5,20 +5,21 @@ Owns: the arena of the CPU tier, small pinned buffers. Does not know: what is in
 
 from __future__ import annotations
 
+import logging
 import mmap
 import weakref
 
 import torch
 from torch import Tensor
 
-from ..errors import MemoryBudgetError
+log = logging.getLogger(__name__)
 
 
 class HostArena:
     """`memory`: uint8 [size] on the host, pinned if asked for, until `close` or until nobody has the arena any more.
 
     Pinned in place rather than by torch's allocator, which rounds up to a power of two; in pages of its own, as a page
-    can be pinned but once. Raises MemoryBudgetError.
+    can be pinned but once. What cannot be pinned is used as it is: copies are slower then.
     """
 
     def __init__(self, size: int, pin: bool) -> None:
@@ -28,8 +29,9 @@ class HostArena:
         self.memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         address = self.memory.data_ptr()
         if code := int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
-            problem = f"{size >> 20} MiB of RAM cannot be pinned (CUDA error {code}); allow less, see also ulimit -l"
-            raise MemoryBudgetError("--max-cpu-offload-mb", problem)
+            problem = "%d MiB of RAM for the CPU tier cannot be pinned (CUDA error %d), so copies are slow: %s"
+            log.warning(problem, size >> 20, code, "allow less with --max-cpu-offload-mb, see also ulimit -l")
+            return
         self._unpin = weakref.finalize(self, _unpin, address)
         self._unpin.atexit = False  # the process ends, and CUDA may have ended before
 

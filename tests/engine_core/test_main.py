@@ -52,6 +52,23 @@ def test_a_gpu_that_is_not_there_is_refused_by_its_flag(tmp_path: Path) -> None:
         main.load_executor(settings("model", "--device", "cuda"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("argv", "free", "wanted"),
+    [
+        ((), 64 << 30, 2048 * MIB),
+        ((), 2 << 30, 512 * MIB),
+        (("--max-cpu-offload-mb", "3000"), 2 << 30, 3000 * MIB),
+        (("--no-cpu-offload", "--max-cpu-offload-mb", "3000"), 64 << 30, 0),
+    ],
+)
+def test_the_cpu_tier_is_as_large_as_asked_or_as_a_small_machine_can_spare(
+    argv: tuple[str, ...], free: int, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 12."""
+    monkeypatch.setattr("coldblock.engine_core.device.memory.available_memory", lambda: free)
+    assert main.executor_config(settings("model", *argv), tmp_path).cpu_offload_bytes == wanted
+
+
 def test_auto_says_why_it_takes_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

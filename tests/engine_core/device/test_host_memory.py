@@ -7,7 +7,6 @@ import mmap
 import pytest
 import torch
 from coldblock.engine_core.device.host_memory import HostArena
-from coldblock.engine_core.errors import MemoryBudgetError
 
 
 class FakeCudart:
@@ -65,8 +64,15 @@ def test_without_pinning_or_without_bytes_nothing_is_pinned(cudart: FakeCudart) 
     assert cudart.pages == {}
 
 
-def test_what_cannot_be_pinned_names_the_flag(cudart: FakeCudart) -> None:
+def test_what_cannot_be_pinned_is_used_as_it_is_and_named(
+    cudart: FakeCudart, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 12."""
     cudart.answer = 2
-    with pytest.raises(MemoryBudgetError, match=r"--max-cpu-offload-mb: 3 MiB .*CUDA error 2") as caught:
-        HostArena(3 << 20, pin=True)
-    assert caught.value.flag == "--max-cpu-offload-mb"
+    arena = HostArena(3 << 20, pin=True)
+    arena.memory.fill_(7)
+    arena.close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for part in ("3 MiB of RAM", "CUDA error 2", "--max-cpu-offload-mb", "ulimit -l"):
+        assert part in record.getMessage()
