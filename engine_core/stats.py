@@ -180,6 +180,7 @@ class EngineStats:
             stall_s=view.stall_s,
             age_s=view.age_s,
             priority=view.priority,
+            moved_bytes=view.moved_blocks * self._model.kv_block_bytes,
         )
 
     def _metrics(self, scheduler: Scheduler) -> list[Metric]:

@@ -274,6 +274,7 @@ class RequestRow(Struct, frozen=True):
     stall_s: float
     age_s: float
     priority: int
+    moved_bytes: int = 0
 
 
 class Stats(Struct, frozen=True, tag="stats"):

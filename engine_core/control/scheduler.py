@@ -44,7 +44,7 @@ import time
 from array import array
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -75,7 +75,9 @@ __all__ = ["Refusal", "Scheduler", "SchedulerConfig"]
 MAX_TIMES_LEFT = 8  # after so many, a request leaves for the growth of others only when no other is left
 MAX_COPY_FAILURES = 3  # after so many in a row, a request's KV is recomputed instead of copied
 AGING_S = 10.0  # so long must a request wait to pass one that has a priority of 1 more
-WRITE_BEHIND_BYTES = 32 << 20  # in one copy ahead of need: a copy that is needed waits for no more
+WRITE_BEHIND_BYTES = 32 << 20  # about so much is copied ahead of need at a time: a copy that is needed waits for it
+WRITE_BEHIND_MOVES = 4  # at a time
+YOUNGEST = 16  # of so many running requests blocks are copied ahead of need
 WRITE_BEHIND_PAUSE_S = 1.0  # after a copy ahead of need has failed
 
 USES_BLOCKS = frozenset({State.PREFILL, State.DECODE, State.LOADING, State.SWAPPING_IN})
@@ -150,6 +152,7 @@ class Scheduler:
         self._in_flight: deque[_Step] = deque()
         self._updates: list[Update] = []
         self._write_behind_from = 0.0  # not before this time
+        self._write_behind_blocks = max(1, WRITE_BEHIND_BYTES // config.block_bytes)
 
     # ------------------------------------------------------------ requests come and go
 
@@ -346,17 +349,17 @@ class Scheduler:
     def _bring_back(self, request: Request, now: float) -> bool:
         """Begin to load what is missing of a request, if there is room for that, its next token and the others."""
         tiers, last = self._tiers, request.blocks[-1]
-        self._rematch(request)
         if last.residency is Residency.COPYING_OUT and request.computed_tokens % self.config.block_size:
             return False  # it is to be written, once it has been read
+        self._rematch(request)
         missing = [block for block in request.blocks if block.residency is Residency.CPU]
         new = self._blocks_for(request.num_tokens + 1) - len(request.blocks)
-        kept = sum(tiers.gives_way(block) for block in request.blocks)
+        kept = sum([block.gpu_shelf is not None and tiers.gives_way(block) for block in request.blocks])
         margin = self._growth(further=self.config.block_size)
-        if len(missing) + new + kept + margin > tiers.available:
+        needed = len(missing) + new + kept + margin
+        if needed > tiers.available:
             alone = not self._running and not self._loading
-            reclaimed = self._reclaim(len(missing) + new + kept + margin, "resume", now, request, force=alone)
-            if not reclaimed or len(missing) + new + kept + margin > tiers.available:
+            if not self._reclaim(needed, "resume", now, request, force=alone) or needed > tiers.available:
                 self._prefetch(request, missing, margin)
                 return False
         tiers.unpark(request.blocks)
@@ -375,16 +378,16 @@ class Scheduler:
         """Blocks that are away and that others have computed as well need not be copied: share theirs."""
         if not self.config.prefix_cache:
             return
-        index = self._tiers.index
-        for position, digest in enumerate(request.digests[: request.computed_tokens // self.config.block_size]):
-            block = request.blocks[position]
-            if block.digest is None and block.residency is Residency.CPU:
-                index.insert(digest, block)
-                holder = index.holder(digest)
-                if holder is not None and holder is not block:
-                    self._tiers.own(holder)
-                    request.blocks[position] = holder
-                    self._tiers.release([block], used=False)
+        index, full = self._tiers.index, min(len(request.digests), request.computed_tokens // self.config.block_size)
+        private = [i for i, b in enumerate(request.blocks[:full]) if b.digest is None and b.residency is Residency.CPU]
+        for position in private:
+            block, digest = request.blocks[position], request.digests[position]
+            index.insert(digest, block)
+            holder = index.holder(digest)
+            if holder is not None and holder is not block:
+                self._tiers.own(holder)
+                request.blocks[position] = holder
+                self._tiers.release([block], used=False)
 
     def _prefetch(self, request: Request, missing: list[Block], margin: int) -> None:
         """Load what fits into free slots already; they can be given up again for the growth of others."""
@@ -531,34 +534,36 @@ class Scheduler:
             return
         if not tiers.idle(Direction.OUT):
             return
-        most = max(1, WRITE_BEHIND_BYTES // config.block_bytes)
-        while (room := min(tiers.cpu_spare, most)) > 0:
-            request, blocks = self._coldest(room)
-            if not blocks:
-                return
+        begun = 0
+        for request, blocks in islice(self._coldest(), WRITE_BEHIND_MOVES):
             self._copy_out(blocks, "write_behind", request, ahead=True)
-            most -= len(blocks)
+            begun += len(blocks)
+            if begun >= self._write_behind_blocks:
+                return
 
-    def _coldest(self, most: int) -> tuple[Request | None, list[Block]]:
+    def _coldest(self) -> Iterator[tuple[Request | None, list[Block]]]:
         """Blocks to copy ahead of need, and whose: of swapped requests, then cached, then of who would leave next.
 
-        None is named twice, as a copy takes a block off its shelf, and `written_blocks` counts the others.
+        Who takes one part copies it before taking the next: a copy takes a block off its shelf.
         """
-        size = self.config.block_size
-        request, blocks = self._parked_blocks(most, full_only=True)
-        if request is not None:
-            return request, blocks
-        cached = list(islice(self._tiers.unwritten(), most))
-        if cached:
-            return None, cached
-        while behind := [r for r in self._running.values() if r.computed_tokens // size > r.written_blocks]:
+        size, running = self.config.block_size, reversed(self._running.values())
+        while (most := self._write_behind_room()) and (parked := self._parked_blocks(most, full_only=True))[1]:
+            yield parked
+        while (most := self._write_behind_room()) and (cached := list(islice(self._tiers.unwritten(), most))):
+            yield None, cached
+        # The young leave first, by most policies: no need to look at all.
+        behind = list(islice((r for r in running if r.computed_tokens // size > r.written_blocks), YOUNGEST))
+        while behind and (most := self._write_behind_room()):
             request = self._victims.choose(behind)
+            behind.remove(request)
             first, full = request.written_blocks, request.computed_tokens // size
             request.written_blocks = min(full, first + most)
             blocks = [b for b in request.blocks[first : request.written_blocks] if b.residency is Residency.GPU]
             if blocks:
-                return request, blocks
-        return None, []
+                yield request, blocks
+
+    def _write_behind_room(self) -> int:
+        return min(self._tiers.cpu_spare, self._write_behind_blocks)
 
     # ------------------------------------------------------------ what the step runs
 
@@ -1019,6 +1024,7 @@ def _view(request: Request, now: float) -> RequestView:
         stall_s=request.stall_s + (0.0 if request.swapped_since is None else now - request.swapped_since),
         age_s=now - request.arrived_at,
         priority=request.priority,
+        moved_blocks=request.moved_blocks,
     )
 
 

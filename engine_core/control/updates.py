@@ -111,3 +111,4 @@ class RequestView:
     stall_s: float
     age_s: float
     priority: int
+    moved_blocks: int = 0

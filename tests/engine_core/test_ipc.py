@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from coldblock.engine_core.commands import Add, Cancel, Command
 from coldblock.engine_core.control.plan import SampledToken
 from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
 from coldblock.engine_core.ipc import IpcPort
+from coldblock.protocol import sockets
 from coldblock.protocol.codec import decode_from_engine, encode, pack_tokens, unpack_tokens
 from coldblock.protocol.messages import (
     PROTOCOL_VERSION,
@@ -122,6 +124,27 @@ def test_a_swap_event_keeps_its_place_between_the_tokens(port: IpcPort, peer: Pe
     event = peer.receive()
     assert isinstance(event, SwapEvent) and event.request_id == "a"
     assert peer.outputs() == [("a", [3], None)]
+
+
+def test_copies_in_the_background_are_published_and_disturb_no_stream(
+    port: IpcPort, peer: Peer, context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    watcher = context.socket(zmq.SUB)
+    watcher.connect(f"ipc://{tmp_path}/v")
+    watcher.subscribe(sockets.TOPIC_SWAP)
+    a, published = peer.submit("a"), list[SwapEvent]()
+    mine = SwapUpdate(a, "copied_out", "write_behind", 2, 2000, 0.5, 3, 1000, queued_s=0.25)
+    nobodys = replace(mine, request_id="")
+    while not watcher.poll(50):  # until it is subscribed
+        port.updates([mine])
+    port.updates([token(a, 1), mine, nobodys, token(a, 2)])
+    while not published or published[-1].request_id:
+        _, frame = watcher.recv_multipart()
+        published.append(decode_from_engine(frame))
+    assert peer.outputs() == [("a", [1, 2], None)]
+    event = published[-2]
+    assert (event.request_id, event.phase, event.reason) == ("a", "copied_out", "write_behind")
+    assert (event.blocks, event.seconds, event.queued_s) == (2, 0.5, 0.25)
 
 
 def test_a_refused_and_a_finished_id_may_be_used_again(port: IpcPort, peer: Peer) -> None:

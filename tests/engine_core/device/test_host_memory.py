@@ -64,9 +64,7 @@ def test_without_pinning_or_without_bytes_nothing_is_pinned(cudart: FakeCudart) 
     assert cudart.pages == {}
 
 
-def test_what_cannot_be_pinned_is_used_as_it_is_and_named(
-    cudart: FakeCudart, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_pinned_is_used_as_it_is_and_named(cudart: FakeCudart, caplog: pytest.LogCaptureFixture) -> None:
     """Case 12."""
     cudart.answer = 2
     arena = HostArena(3 << 20, pin=True)
