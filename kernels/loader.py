@@ -110,7 +110,7 @@ class Function:
         self._configured: tuple[int, ...] = ()
         self._arguments: _ArgumentBuffer | None = None
         self._lock = threading.Lock()  # over the two buffers
-        self._launch = _driver().cuLaunchKernelEx
+        self._launch = driver().cuLaunchKernelEx
 
     def attribute(self, name: str) -> int:
         """A function attribute as CuPy names it, e.g. "num_regs"."""
@@ -143,7 +143,7 @@ class Function:
                 code = self._launch(self._config, self._handle, pointers, None)
         if code:
             raise KernelError(
-                f"{self.name}: launch failed, {_error_text(code)}; grid {tuple(grid)}, block {block}, "
+                f"{self.name}: launch failed, {error_text(code)}; grid {tuple(grid)}, block {block}, "
                 f"{shared_bytes} bytes of shared memory"
             )
 
@@ -255,13 +255,15 @@ def _launch_attributes() -> Any:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """CUDA's driver."""
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _error_text(code: int) -> str:
+def error_text(code: int) -> str:
+    """What the driver's answer means."""
     text = ctypes.c_char_p()
-    _driver().cuGetErrorString(code, ctypes.byref(text))
+    driver().cuGetErrorString(code, ctypes.byref(text))
     return f"CUDA error {code} ({(text.value or b'unknown').decode()})"
 
 

@@ -36,7 +36,7 @@ from .cuda_batch import IntArray, TokenArrays, buckets, token_arrays
 from .cuda_runner import CudaRunner, PassMemory, RunnerSizes
 from .cuda_sampler import CudaSampler, Picks, StepTokens
 from .cuda_transfer import CudaTransfers
-from .executor import Capacity
+from .executor import IDLE_COPY_WAIT_S, Capacity
 from .kv_pool import KVPool
 from .memory import available_memory
 
@@ -52,12 +52,13 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step that was begun: what it samples, the event behind it, and when it was begun."""
+    """A step that was begun: what it samples, the event behind it, when it was begun, whether it had chunks."""
 
     number: int
     tokens: StepTokens
     done: torch.cuda.Event
     begun: float
+    computes: bool
 
 
 class CudaExecutor:
@@ -160,7 +161,7 @@ class CudaExecutor:
             done = torch.cuda.Event()
             done.record()
         self._sampled_before = step.sources()
-        self._pending.append(_Pending(plan.step, step, done, begun))
+        self._pending.append(_Pending(plan.step, step, done, begun, bool(plan.chunks)))
 
     @torch.inference_mode()
     def complete_step(self) -> StepResult:
@@ -170,15 +171,15 @@ class CudaExecutor:
         pending = self._pending.popleft()
         pending.done.synchronize()
         tokens, failed = pending.tokens.read()
-        with torch.cuda.stream(self._stream):
-            moves = self._transfers.poll()
         now = time.perf_counter()
         seconds, self._completed_at = now - max(pending.begun, self._completed_at), now
+        moves = self._transfers.poll(0.0 if pending.computes or self._pending else IDLE_COPY_WAIT_S)
         return StepResult(pending.number, tokens, failed, moves, seconds)
 
     def close(self) -> None:
         """Wait for what is queued, and give the host's pinned memory back."""
         self._stream.synchronize()
+        self._transfers.close()
         self._pool.close()
 
     def describe(self) -> dict[str, str | int]:

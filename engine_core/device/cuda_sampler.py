@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels import sampling
+from ...kernels import sampling, small_copy
 from ..control.plan import SampledToken, SampleSpec
 from ..control.sampling import Sampling
 from . import host_memory
@@ -164,7 +164,7 @@ class CudaSampler:
     def end_step(self, step: StepTokens) -> None:
         """Queue the copy of the step's tokens to the host."""
         if step.used:
-            step.host[: step.used].copy_(self.memory[step.begin : step.begin + step.used], non_blocking=True)
+            small_copy.to_host(self.memory[step.begin : step.begin + step.used], step.host[: step.used])
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, picks: Picks, wanted: list[int]) -> _Logprobs:
         counts = [picks.specs[i].sampling.logprobs or 0 for i in wanted]

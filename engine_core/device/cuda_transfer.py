@@ -1,101 +1,156 @@
-"""Copies of whole blocks between GPU and host, in the order of the compute stream, and their completion.
+"""Copies of whole blocks between GPU and host beside the steps, and their completion.
 
-Owns: copies in flight, and the events that tell when they ended. Does not know: formats, requests.
+Owns: a stream for either direction, copies in flight, the events that order and time them. Does not know: formats,
+requests; a block is opaque bytes.
 
-A copy is queued on the current stream: it follows the steps that were begun before it and precedes its own step's
-compute. `COLDBLOCK_TEST_COPY_DELAY_STEPS` means what it means in `transfer`: the copy is queued so many polls late.
+What orders copies and steps (see `BlockMove`):
+* A copy waits on its stream for an event behind every step that was begun before it. All kernels in front of an event
+  have ended when it occurs, those included that let their successor start early.
+* A step that reads what came in, or writes what went out, was planned after the `MoveDone`: the host saw the copy's
+  last event before it launched the step's first kernel. So even attention, which reads old K and V before the kernel in
+  front of it has ended, finds them; no stream has to wait for a copy.
+
+`COLDBLOCK_TEST_COPY_DELAY_STEPS` means what it means in `transfer`: the copy is queued so many polls late.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ...kernels import block_copy
+from ...kernels.errors import KernelError
 from ..control.plan import BlockMove, Direction, MoveDone
+from ..errors import MemoryBudgetError
 from .kv_pool import KVPool
+
+_QUERY_EVERY_S = 1e-4
 
 
 @dataclass(slots=True)
 class _Flight:
-    """One move. `events`: before and behind its copies once they are queued; `error`: it could not be queued."""
+    """One move. `behind`: the steps before it; `arrived`: when it was begun; `events`: before and behind its copies
+    once they are queued; `error`: not all of them could be."""
 
     move: BlockMove
     polls_left: int
+    behind: torch.cuda.Event
+    arrived: torch.cuda.Event
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     error: str | None = None
 
 
 class CudaTransfers:
-    """Queues copies at `begin`; `poll` reports those that have ended, in any order. Call both on the compute stream."""
+    """Queues copies at `begin`, on the compute stream; `poll` reports those that have ended, in any order."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._flights: deque[_Flight] = deque()
+        self._streams = {direction: torch.cuda.Stream() for direction in Direction}
+        self._clock = torch.cuda.Stream()  # has nothing else to do: an event there occurs when it is recorded
+        self._flights: list[_Flight] = []
         self._delay = int(os.environ.get("COLDBLOCK_TEST_COPY_DELAY_STEPS", "0"))
 
     def begin(self, moves: Sequence[BlockMove]) -> None:
         """Start the copies, in order."""
+        if not moves:
+            return
+        behind, arrived = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)
+        behind.record()
+        arrived.record(self._clock)
         for move in moves:
-            flight = _Flight(move, self._delay)
+            flight = _Flight(move, self._delay, behind, arrived)
             if not self._delay:
                 self._queue(flight)
             self._flights.append(flight)
 
-    def poll(self) -> tuple[MoveDone, ...]:
-        """The copies that ended since the last poll, each once."""
-        finished = []
-        waiting: deque[_Flight] = deque()
+    def poll(self, wait_s: float = 0.0) -> tuple[MoveDone, ...]:
+        """The copies that ended since the last poll, each once. Waits up to `wait_s` for the first, if any runs."""
         for flight in self._flights:
             if flight.polls_left:
                 flight.polls_left -= 1
             elif flight.events is None and flight.error is None:
                 self._queue(flight)
-            done = self._done(flight)
-            if done is None:
-                waiting.append(flight)
-            else:
-                finished.append(done)
-        self._flights = waiting
-        return tuple(finished)
+        deadline = time.perf_counter() + wait_s
+        while not (ended := [flight for flight in self._flights if _ended(flight)]):
+            if not self._flights or time.perf_counter() >= deadline:
+                return ()
+            time.sleep(_QUERY_EVERY_S)
+        self._flights = [flight for flight in self._flights if flight not in ended]
+        return tuple(map(_done, ended))
+
+    def close(self) -> None:
+        """Wait for the copies."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def _queue(self, flight: _Flight) -> None:
+        """Queue the move's copies, unless its host memory is not pinned yet; then `poll` comes back to it."""
         move, pool = flight.move, self._pool
-        source, target, read, write = pool.gpu, pool.cpu, move.gpu_blocks, move.cpu_blocks
-        if move.direction is Direction.IN:
-            source, target, read, write = target, source, write, read
-        if max(read) >= len(source) or max(write) >= len(target):
+        gpu, cpu = np.array(move.gpu_blocks), np.array(move.cpu_blocks)
+        if gpu.max() >= len(pool.gpu) or cpu.max() >= len(pool.cpu):
             flight.error = "there is no such block"
             return
-        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         try:
-            begun.record()
-            for first_read, first_write, count in runs(read, write):
-                part = source[first_read : first_read + count]
-                target[first_write : first_write + count].copy_(part, non_blocking=True)
-            ended.record()
-        except RuntimeError as error:
+            if not pool.arena.ready((int(cpu.max()) + 1) * pool.block_bytes):
+                return
+        except MemoryBudgetError as error:
             flight.error = str(error)
-        else:
-            flight.events = begun, ended
+            return
+        stream = self._streams[move.direction]
+        stream.wait_event(flight.behind)
+        stream.wait_event(flight.arrived)  # or its time might not be known in the end
+        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begun.record(stream)
+        try:
+            with torch.cuda.stream(stream):
+                self._copy(move.direction, *runs(gpu, cpu, pool.arena.slab // pool.block_bytes))
+        except (KernelError, RuntimeError) as error:
+            flight.error = str(error)
+        ended.record(stream)  # also behind copies of a move that failed: its blocks are theirs until then
+        flight.events = begun, ended
 
-    @staticmethod
-    def _done(flight: _Flight) -> MoveDone | None:
-        if flight.error is not None:
-            return MoveDone(flight.move.move_id, 0.0, flight.error)
-        if flight.events is None or not flight.events[1].query():
-            return None
-        begun, ended = flight.events
-        return MoveDone(flight.move.move_id, begun.elapsed_time(ended) / 1e3)
+    def _copy(self, direction: Direction, gpu: _Ids, cpu: _Ids, counts: _Ids) -> None:
+        pool = self._pool
+        arguments = pool.gpu, gpu, pool.cpu, cpu, counts
+        if direction is Direction.IN:
+            arguments = pool.cpu, cpu, pool.gpu, gpu, counts
+        if (cpu + counts).max() * pool.block_bytes <= pool.arena.pinned:
+            block_copy.copy_blocks(*arguments)
+            return
+        source, reads, target, writes, _ = arguments
+        for read, write, count in zip(reads, writes, counts, strict=True):
+            target[write : write + count].copy_(source[read : read + count], non_blocking=True)
 
 
-def runs(read: Sequence[int], write: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Pairs of blocks as (first read, first written, count), neighbours on both sides together: one copy each."""
-    start = 0
-    for i in range(1, len(read) + 1):
-        if i == len(read) or read[i] != read[i - 1] + 1 or write[i] != write[i - 1] + 1:
-            yield read[start], write[start], i - start
-            start = i
+_Ids = NDArray[np.int64]
+
+
+def runs(gpu: _Ids, cpu: _Ids, slab: int) -> tuple[_Ids, _Ids, _Ids]:
+    """Pairs of blocks as (first on the GPU, first on the CPU, count): neighbours on both sides go together, whatever
+    the order of the pairs, but for what lies in two slabs of so many CPU blocks."""
+    order = np.argsort(gpu)
+    gpu, cpu = gpu[order], cpu[order]
+    apart = (np.diff(gpu) != 1) | (np.diff(cpu) != 1) | (cpu[1:] % slab == 0)
+    first = np.flatnonzero(np.concatenate(([True], apart)))
+    return gpu[first], cpu[first], np.diff(first, append=len(gpu))
+
+
+def _ended(flight: _Flight) -> bool:
+    """Whether nothing touches the move's blocks any more."""
+    if flight.events is None:
+        return flight.error is not None
+    return flight.events[1].query()
+
+
+def _done(flight: _Flight) -> MoveDone:
+    if flight.events is None:
+        return MoveDone(flight.move.move_id, 0.0, flight.error)
+    begun, ended = flight.events
+    seconds, queued_s = begun.elapsed_time(ended) / 1e3, flight.arrived.elapsed_time(begun) / 1e3
+    return MoveDone(flight.move.move_id, seconds, flight.error, queued_s)

@@ -21,7 +21,8 @@ class KVPool:
     """Blocks of one shape and format in two arenas of bytes, `gpu` and `cpu`, uint8 [blocks, block_bytes].
 
     On the CPU device both are plain memory, which the system commits when a page is first written. On a GPU, `gpu` is
-    its memory, `cpu` is pinned, and kernels see the pool as `pages`; everything else here is the CPU device's.
+    its memory, `cpu` is pinned as it is needed (`arena`), and kernels see the pool as `pages`; everything else here is
+    the CPU device's.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class KVPool:
         self.shape, self.block_size, self.format_name = shape, block_size, kv_format
         self.block_bytes = paged_kv_block_bytes(shape, block_size, kv_format)
         self.gpu = torch.empty(num_gpu_blocks, self.block_bytes, dtype=torch.uint8, device=device)
-        self._arena = HostArena(num_cpu_blocks * self.block_bytes, pin=self.gpu.is_cuda)
-        self.cpu = self._arena.memory.view(num_cpu_blocks, self.block_bytes)
+        self.arena = HostArena(num_cpu_blocks * self.block_bytes, pin=self.gpu.is_cuda, unit=self.block_bytes)
+        self.cpu = self.arena.memory.view(num_cpu_blocks, self.block_bytes)
         self.format: KVFormat = make_format(kv_format, block_size, shape.head_dim)
         planes = self.format.view(self.gpu.view(-1))
         self.planes_per_layer = 2 * shape.num_kv_heads
@@ -67,4 +68,4 @@ class KVPool:
 
     def close(self) -> None:
         """Unpin the arena."""
-        self._arena.close()
+        self.arena.close()

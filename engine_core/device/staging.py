@@ -1,4 +1,5 @@
-"""The way of a step's arrays to the GPU: one copy of one packed buffer, which nobody waits for.
+"""The way of a step's arrays to the GPU: one copy of one packed buffer, which nobody waits for, and which waits for no
+copy of KV blocks.
 
 Owns: the buffers on both sides, and when the host may write into one again. Does not know: what is in them.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ...kernels import small_copy
 from . import host_memory
 from .cuda_batch import IntArray
 
@@ -31,5 +33,5 @@ class Staging:
 
     def send(self, used: int) -> None:
         """Copy the first ints of the buffer just taken."""
-        self.device[:used].copy_(self._host[self._turn][:used], non_blocking=True)
+        small_copy.to_device(self._host[self._turn][:used], self.device[:used])
         self._sent[self._turn].record()

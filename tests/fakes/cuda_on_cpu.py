@@ -20,13 +20,16 @@ import torch.nn.functional as F
 from coldblock.engine_core.device import cuda_executor, cuda_runner, host_memory
 from coldblock.engine_core.device.kv_formats import KVFormat, make_format
 from coldblock.kernels import (
+    block_copy,
     decode_attention,
     fused,
     prefill_attention,
     sampling,
+    small_copy,
     w4,
     w4_wide,
 )
+from coldblock.kernels.block_copy import Ids
 from coldblock.kernels.decode_attention import DecodeSplits
 from coldblock.kernels.pages import KVPages
 from torch import Tensor
@@ -50,6 +53,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         (prefill_attention, "paged_prefill", paged_prefill),
         (sampling, "sample", sample),
         (sampling, "penalize", penalize),
+        (block_copy, "copy_blocks", copy_blocks),
     ):
         _check_signature(getattr(module, name), replacement)
         monkeypatch.setattr(module, name, replacement)
@@ -58,9 +62,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def emulate_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory, streams, events and graphs: all on the CPU, and at once. Kernels are left as they are."""
+    """Memory, copies, streams, events and graphs: all on the CPU, and at once. Other kernels are left as they are."""
     for module, name, replacement in (
         (host_memory, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype)),
+        (small_copy, "to_device", copy_small),
+        (small_copy, "to_host", copy_small),
         (cuda_executor, "DEVICE", "cpu"),
         (cuda_runner, "DecodeGraphs", lambda: lambda rows, run: run(rows)),
         (torch, "mm", mm),
@@ -90,6 +96,8 @@ class Nothing:
 
     def synchronize(self) -> None: ...
 
+    def wait_event(self, event: Nothing) -> None: ...
+
     def query(self) -> bool:
         return True
 
@@ -102,6 +110,17 @@ _mm = torch.mm
 
 def mm(x: Tensor, weight: Tensor, *, out: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     return out.copy_(_mm(x.float(), weight.float()))
+
+
+def copy_blocks(source: Tensor, reads: Ids, target: Tensor, writes: Ids, counts: Ids) -> None:
+    for read, write, count in zip(reads, writes, counts, strict=True):
+        assert min(read, write) >= 0 and read + count <= len(source) and write + count <= len(target)
+        target[write : write + count] = source[read : read + count]
+
+
+def copy_small(source: Tensor, target: Tensor) -> None:
+    assert source.shape == target.shape and source.dtype == target.dtype
+    target.copy_(source)
 
 
 def embed(ids: Tensor, source: Tensor, previous: Tensor, table: Tensor, out: Tensor) -> None:

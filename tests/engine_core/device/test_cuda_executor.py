@@ -17,7 +17,7 @@ from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.cuda_executor import SHORT_STEP_TOKENS, CudaExecutor
 from coldblock.engine_core.errors import EngineError, MemoryBudgetError
 from cuda_on_cpu import emulate
-from tiny_models import GREEDY, chunk, quantize, run_step, save_tiny
+from tiny_models import GREEDY, chunk, copy_blocks, quantize, run_step, save_tiny
 
 FITTING: dict[str, Any] = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 192}
 ASKED = Sampling(temperature=0.0, logprobs=5)
@@ -233,36 +233,71 @@ def test_swapped_out_and_in_elsewhere_the_answer_is_the_same(
     prompt = PROMPTS["a"][:35]
     first = run_step(executor, [chunk("a", prompt, 0, [0, 1, 2], ASKED)]).tokens["a"].token_id
     stays = run_step(executor, [chunk("a", [first], len(prompt), [0, 1, 2], ASKED)]).tokens["a"]
-    done = run_step(executor, moves=[BlockMove(1, Direction.OUT, (0, 1, 2), (2, 0, 1))]).moves_done
-    while not done:
-        done = run_step(executor).moves_done
+    done = copy_blocks(executor, BlockMove(1, Direction.OUT, (0, 1, 2), (2, 0, 1)))
     assert [(move.move_id, move.error, move.seconds > 0) for move in done] == [(1, None, True)]
     run_step(executor, [chunk("x", [3] * 48, 0, [0, 1, 2])])
-    run_step(executor, moves=[BlockMove(2, Direction.IN, (9, 4, 7), (2, 0, 1))])
+    copy_blocks(executor, BlockMove(2, Direction.IN, (9, 4, 7), (2, 0, 1)))
     moved = run_step(executor, [chunk("a", [first], len(prompt), [9, 4, 7], ASKED)]).tokens["a"]
     assert moved == stays
 
 
-def test_copies_follow_earlier_steps_and_precede_their_own(executor: CudaExecutor) -> None:
-    """Nothing is awaited in between: the blocks go out behind the step that fills them, and are overwritten at once."""
+def test_copies_follow_the_steps_before_their_own(executor: CudaExecutor) -> None:
+    """The block goes out while the step that fills it may still run, and comes back where a step may still read."""
     prompt = PROMPTS["a"][:16]
     first = run_step(executor, [chunk("a", prompt, 0, [5, 6], GREEDY)]).tokens["a"].token_id
     wanted = run_step(executor, [chunk("a", [first], 16, [5, 6], GREEDY)]).tokens["a"]
+    fill(executor._pool.gpu[5], 0)
     executor.begin_step(StepPlan(1, (chunk("a", prompt, 0, [5, 6], GREEDY),), ()))
-    out, back = BlockMove(1, Direction.OUT, (5,), (2,)), BlockMove(2, Direction.IN, (8,), (2,))
-    executor.begin_step(StepPlan(2, (chunk("b", [1] * 16, 0, [5], GREEDY),), (out,)))
-    executor.complete_step()
-    executor.begin_step(StepPlan(3, (chunk("a", [first], 16, [8, 6], GREEDY),), (back,)))
-    executor.complete_step()
-    assert executor.complete_step().tokens["a"] == wanted
-    run_step(executor)
+    executor.begin_step(StepPlan(2, (chunk("b", [1], 16, [5, 7], GREEDY),), (BlockMove(1, Direction.OUT, (5,), (2,)),)))
+    done = [*executor.complete_step().moves_done, *executor.complete_step().moves_done]
+    while not done:
+        done += run_step(executor).moves_done
+    executor.begin_step(StepPlan(3, (chunk("b", [1] * 16, 0, [8], GREEDY),), ()))
+    executor.begin_step(StepPlan(4, (), (BlockMove(2, Direction.IN, (8,), (2,)),)))
+    done = [*executor.complete_step().moves_done, *executor.complete_step().moves_done]
+    while not done:
+        done += run_step(executor).moves_done
+    assert run_step(executor, [chunk("a", [first], 16, [8, 6], GREEDY)]).tokens["a"] == wanted
+
+
+def test_an_empty_step_waits_for_a_copy(executor: CudaExecutor) -> None:
+    assert len(run_step(executor, moves=[BlockMove(1, Direction.OUT, (5,), (2,))]).moves_done) == 1
+
+
+def test_copies_beside_running_steps_change_no_token(make: Make, model: tuple[Path, Any]) -> None:
+    """Both ways at once, of blocks that the steps do not write, as many as there are."""
+    executor = make(model[0], cpu_offload_bytes=1 << 20)
+    wanted = generate(executor, list(PROMPTS))
+    used = {block for table in TABLES.values() for block in table}
+    spare = [block for block in range(64) if block not in used]
+    begin_step, moves, told = executor.begin_step, iter(range(10**6)), []
+
+    def begin_with_moves(plan: StepPlan) -> None:
+        k = next(moves)
+        out = BlockMove(2 * k, Direction.OUT, tuple(TABLES["a"]), tuple(range(16 * (k % 2), 16 * (k % 2) + 8)))
+        back = BlockMove(2 * k + 1, Direction.IN, tuple(spare[:8]), tuple(range(8, 16)))
+        begin_step(plan if running() else StepPlan(plan.step, plan.chunks, (out, back)))
+
+    def running() -> int:
+        return len(executor._transfers._flights)
+
+    executor.begin_step = begin_with_moves  # type: ignore[method-assign]
+    complete_step = executor.complete_step
+
+    def complete() -> Any:
+        result = complete_step()
+        told.extend(result.moves_done)
+        return result
+
+    executor.complete_step = complete  # type: ignore[method-assign]
+    assert generate(executor, list(PROMPTS)) == wanted
+    assert len(told) > 4 and all(done.error is None for done in told)
+    executor.close()
 
 
 def test_a_block_that_does_not_exist_fails_its_move_alone(executor: CudaExecutor) -> None:
     moves = [BlockMove(7, Direction.OUT, (0,), (10**6,)), BlockMove(8, Direction.OUT, (0,), (1,))]
-    done = {move.move_id: move.error for move in run_step(executor, moves=moves).moves_done}
-    while len(done) < 2:
-        done |= {move.move_id: move.error for move in run_step(executor).moves_done}
+    done = {move.move_id: move.error for move in copy_blocks(executor, *moves)}
     assert done[7] is not None and done[8] is None
 
 
@@ -441,10 +476,10 @@ class Run:
 
     def swap(self, name: str) -> None:
         there = tuple(range(self.BLOCKS))
-        run_step(self.executor, moves=[BlockMove(1, Direction.OUT, tuple(self.tables[name]), there)])
+        copy_blocks(self.executor, BlockMove(1, Direction.OUT, tuple(self.tables[name]), there))
         self.free = self.tables[name] + self.free
         self.tables[name] = [self.free.pop() for _ in range(self.BLOCKS)]
-        run_step(self.executor, moves=[BlockMove(2, Direction.IN, tuple(self.tables[name]), there)])
+        copy_blocks(self.executor, BlockMove(2, Direction.IN, tuple(self.tables[name]), there))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8", "fp8_e5m2"])
