@@ -408,11 +408,11 @@ class Scheduler:
 
     def _admit_waiting(self, now: float) -> None:
         """Admit waiting requests in order, while no one is swapped out and the step has tokens left for one more."""
-        seats, budget = self.config.max_num_seqs - len(self._loading), self.config.max_num_batched_tokens
-        if not self._waiting or self._swapped or len(self._running) >= seats:
+        seats, budget = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        if not self._waiting or self._swapped or len(self._running) + len(self._loading) >= seats:
             return
         wanted = sum(self._chunk_tokens(request) for request in self._running.values())
-        while self._waiting and len(self._running) + len(self._loading) < self.config.max_num_seqs and wanted < budget:
+        while self._waiting and len(self._running) + len(self._loading) < seats and wanted < budget:
             request = self._waiting[0]
             if not self._admit(request, now):
                 self._give_way(request, now)
