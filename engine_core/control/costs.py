@@ -18,33 +18,33 @@ class Speeds:
         self._block_bytes = block_bytes
         self._bytes_per_s: dict[Direction, float] = {}
         self._tokens_per_s: float | None = None
-        self._step_s: float | None = None
+        self._queued_s: float | None = None
 
-    def copied(self, direction: Direction, blocks: int, seconds: float) -> None:
-        """A copy took so long, queueing not counted."""
+    def copied(self, direction: Direction, blocks: int, seconds: float, queued_s: float) -> None:
+        """A copy took so long, and waited so long before."""
+        self._queued_s = _averaged(self._queued_s, queued_s)
         if seconds > 0:
             speed = blocks * self._block_bytes / seconds
             self._bytes_per_s[direction] = _averaged(self._bytes_per_s.get(direction), speed)
 
     def stepped(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
-        self._step_s = _averaged(self._step_s, seconds)
         if seconds > 0 and prefill_tokens >= max(_MIN_PREFILL_TOKENS, decode_tokens):
             speed = (prefill_tokens + decode_tokens) / seconds
             self._tokens_per_s = _averaged(self._tokens_per_s, speed)
-
-    def step_s(self) -> float | None:
-        """A step."""
-        return self._step_s
 
     def prefill_s(self, tokens: int) -> float | None:
         """Computing the KV of so many tokens."""
         return None if self._tokens_per_s is None else tokens / self._tokens_per_s
 
     def copy_s(self, direction: Direction, blocks: int) -> float | None:
-        """Copying so many blocks; the other direction's speed will do while this one's is not known."""
+        """Copying so many blocks, and the wait before; the other direction's speed will do while this one's is not
+        known.
+        """
         speed = self._bytes_per_s.get(direction) or next(iter(self._bytes_per_s.values()), None)
-        return None if speed is None else blocks * self._block_bytes / speed
+        if speed is None or self._queued_s is None:
+            return None
+        return self._queued_s + blocks * self._block_bytes / speed if blocks else 0.0
 
 
 def _averaged(before: float | None, new: float) -> float:

@@ -103,16 +103,16 @@ class SwapOrRecompute(Protocol):
 
 
 class Cheaper:
-    """What holds requests up less, by the speeds measured so far: a swap only the one that is swapped, by its copies
-    and the step at whose end they are noticed; computing, all that run. Copies, until both speeds are known.
+    """What holds requests up less, by the speeds measured so far: copies only the one that is swapped, computing all
+    that run. Copies, until both speeds are known.
     """
 
     def recompute(self, work: Work, speeds: Speeds) -> bool:
-        step, prefill = speeds.step_s(), speeds.prefill_s(work.tokens)
+        prefill = speeds.prefill_s(work.tokens)
         out, back = speeds.copy_s(Direction.OUT, work.blocks_out), speeds.copy_s(Direction.IN, work.blocks_in)
-        if step is None or prefill is None or out is None or back is None:
+        if prefill is None or out is None or back is None:
             return False
-        return prefill * (1 + work.running) < step + out + back
+        return prefill * (1 + work.running) < out + back
 
 
 class AlwaysSwap:

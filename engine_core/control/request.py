@@ -126,7 +126,7 @@ class Request:
     block_table: array[int] = field(default_factory=lambda: array("i"))
     written_blocks: int = 0  # so many of `blocks` have been offered for a copy ahead of need
     awaits: list[Move] = field(default_factory=list)  # the copies that it cannot go on without
-    copied: Copied = field(default_factory=lambda: Copied())
+    copied: Copied = field(default_factory=Copied)
     swap_reason: SwapReason = "growth"
 
     digests: list[bytes] = field(default_factory=list)  # the prefix index's hash chain over `tokens`

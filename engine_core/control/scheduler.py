@@ -342,12 +342,13 @@ class Scheduler:
         They need no seat: while somebody is swapped out nobody new comes in but the one newcomer whose seat was free
         before, so that running and swapped requests together never exceed `max_num_seqs`.
         """
-        while ready := [r for r in self._swapped.values() if r.state is State.SWAPPED and not self._in_step(r)]:
+        while ready := [request for request in self._swapped.values() if request.state is State.SWAPPED]:
             if not self._bring_back(self._resume_order.choose(ready), now):
                 return
 
     def _bring_back(self, request: Request, now: float) -> bool:
         """Begin to load what is missing of a request, if there is room for that, its next token and the others."""
+        assert not self._in_step(request), "who was swapped out by this plan comes back in the next one at the soonest"
         tiers, last = self._tiers, request.blocks[-1]
         if last.residency is Residency.COPYING_OUT and request.computed_tokens % self.config.block_size:
             return False  # it is to be written, once it has been read
@@ -407,11 +408,11 @@ class Scheduler:
 
     def _admit_waiting(self, now: float) -> None:
         """Admit waiting requests in order, while no one is swapped out and the step has tokens left for one more."""
-        seats, budget = self.config.max_num_seqs - len(self._loading), self.config.max_num_batched_tokens
-        if not self._waiting or self._swapped or len(self._running) >= seats:
+        seats, budget = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        if not self._waiting or self._swapped or len(self._running) + len(self._loading) >= seats:
             return
         wanted = sum(self._chunk_tokens(request) for request in self._running.values())
-        while self._waiting and len(self._running) + len(self._loading) < self.config.max_num_seqs and wanted < budget:
+        while self._waiting and len(self._running) + len(self._loading) < seats and wanted < budget:
             request = self._waiting[0]
             if not self._admit(request, now):
                 self._give_way(request, now)
@@ -750,7 +751,7 @@ class Scheduler:
 
     def _count_move(self, move: Move, done: MoveDone) -> None:
         counters, blocks = self.counters, len(move.blocks)
-        self._speeds.copied(move.direction, blocks, done.seconds)
+        self._speeds.copied(move.direction, blocks, done.seconds, done.queued_s)
         if move.request is not None:
             move.request.moved_blocks += blocks
         if move.direction is Direction.OUT:

@@ -206,6 +206,7 @@ def swap_pair(engine: EngineProcess, first: list[int], second: list[int], new: i
 @pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8", "fp8_e5m2"])
 def test_forced_swap_changes_no_token(model: Path, kv_format: str) -> None:
     flags = ("--load-format", "dummy", "--kv-cache-dtype", kv_format, "--deterministic", "--no-prefix-cache")
+    flags += ("--swap-or-recompute", "swap")
     prompts = [[(7 * i + k) % 300 + 5 for i in range(33)] for k in range(10)]
     with running_engine(model, *flags, "--num-gpu-blocks", "64") as engine, engine.client() as client:
         client.ready()

@@ -25,6 +25,7 @@ from coldblock.engine_core.control.plan import (
 from coldblock.engine_core.device.executor import Capacity
 
 COPY_SECONDS = 0.001
+QUEUED_SECONDS = 0.0005
 Slot = tuple[int, int] | None
 Block = list[Slot]
 
@@ -178,7 +179,8 @@ class FakeExecutor:
                 continue
             del self._copies[copy.move.move_id]
             self._copy_content(copy)
-            done.append(MoveDone(copy.move.move_id, COPY_SECONDS, "injected" if copy.fails else None))
+            error = "injected" if copy.fails else None
+            done.append(MoveDone(copy.move.move_id, COPY_SECONDS, error, QUEUED_SECONDS))
         return tuple(done)
 
     def _copy_content(self, copy: Copy) -> None:

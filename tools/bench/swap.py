@@ -112,6 +112,7 @@ async def measure_format(name: str, settings: SwapSettings) -> tuple[FormatResul
 async def run_pairs(name: str, blocks: int, settings: SwapSettings) -> tuple[list[Timeline], ModelInfo]:
     """The timelines of all pairs in order; a pair's second request is submitted at the first one's first token."""
     flags = ["--kv-cache-dtype", name, "--num-gpu-blocks", str(blocks), "--block-size", str(BLOCK_SIZE)]
+    flags += ["--swap-or-recompute", "swap"]
     flags += ["--deterministic"] if settings.deterministic else []
     timelines: list[Timeline] = []
     async with running_engine(settings.model, *flags) as endpoint, AsyncClient(endpoint, name="bench swap") as client:

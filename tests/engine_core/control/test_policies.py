@@ -118,12 +118,10 @@ def test_the_orders_are_what_their_names_say() -> None:
 # ---------------------------------------------------------------- swap or recompute
 
 
-def measured(prefill_tokens_per_s: float, blocks_per_s: float, step_s: float = 0.01) -> Speeds:
+def measured(prefill_tokens_per_s: float, blocks_per_s: float, queued_s: float = 0.0) -> Speeds:
     speeds = Speeds(block_bytes=1000)
     speeds.stepped(1000, 0, 1000 / prefill_tokens_per_s)
-    for _ in range(60):
-        speeds.stepped(0, 4, step_s)
-    speeds.copied(Direction.OUT, 10, 10 / blocks_per_s)
+    speeds.copied(Direction.OUT, 10, 10 / blocks_per_s, queued_s)
     return speeds
 
 
@@ -132,40 +130,40 @@ def test_it_copies_until_both_speeds_are_known() -> None:
     assert not Cheaper().recompute(work, speeds)
     speeds.stepped(1000, 0, 1e-6)
     assert not Cheaper().recompute(work, speeds)
-    speeds.copied(Direction.OUT, 1, 10.0)
+    speeds.copied(Direction.OUT, 1, 10.0, 0.0)
     assert Cheaper().recompute(work, speeds)
 
 
 @pytest.mark.parametrize(
     ("work", "recompute"),
     [
-        (Work(blocks_out=1, blocks_in=1, tokens=16, running=0), True),  # 16 ms against 10 + 20 ms
-        (Work(blocks_out=0, blocks_in=1, tokens=16, running=1), False),  # 32 ms against 10 + 10 ms
-        (Work(blocks_out=1, blocks_in=1, tokens=16, running=3), False),
+        (Work(blocks_out=1, blocks_in=1, tokens=16, running=0), True),  # 16 ms against 2 * (5 + 10) ms
+        (Work(blocks_out=0, blocks_in=1, tokens=16, running=0), False),  # 16 ms against 5 + 10 ms
+        (Work(blocks_out=1, blocks_in=1, tokens=16, running=1), False),  # 32 ms
         (Work(blocks_out=50, blocks_in=50, tokens=800, running=0), True),
         (Work(blocks_out=50, blocks_in=50, tokens=800, running=1), False),
     ],
 )
 def test_it_weighs_who_is_held_up(work: Work, recompute: bool) -> None:
-    speeds = measured(prefill_tokens_per_s=1000, blocks_per_s=100)
+    speeds = measured(prefill_tokens_per_s=1000, blocks_per_s=100, queued_s=0.005)
     assert Cheaper().recompute(work, speeds) is recompute
 
 
 def test_speeds_are_averages_of_what_was_measured() -> None:
     speeds = Speeds(block_bytes=1000)
-    speeds.copied(Direction.OUT, 10, 0.1)
+    speeds.copied(Direction.OUT, 10, 0.1, 0.0)
     assert speeds.copy_s(Direction.OUT, 20) == pytest.approx(0.2)
     assert speeds.copy_s(Direction.IN, 20) == pytest.approx(0.2), "the other way will do"
-    speeds.copied(Direction.IN, 10, 0.2)
-    speeds.copied(Direction.IN, 10, 0.1)
+    speeds.copied(Direction.IN, 10, 0.2, 0.0)
+    speeds.copied(Direction.IN, 10, 0.1, 0.0)
     assert 0.2 < (speeds.copy_s(Direction.IN, 20) or 0) < 0.4
     speeds.stepped(8, 1, 0.5)
     speeds.stepped(100, 200, 0.5)
     assert speeds.prefill_s(10) is None, "steps that are mostly decode say nothing of prefill"
     speeds.stepped(90, 10, 0.5)
     assert speeds.prefill_s(10) == pytest.approx(0.05)
-    speeds.copied(Direction.IN, 10, 0.0)
-    assert speeds.copy_s(Direction.IN, 20) is not None
+    speeds.copied(Direction.IN, 10, 0.0, 1.0)
+    assert (speeds.copy_s(Direction.IN, 1) or 0) > 0.2 and speeds.copy_s(Direction.IN, 0) == 0.0
 
 
 def test_short_sequences_are_recomputed_where_copies_are_slow() -> None:

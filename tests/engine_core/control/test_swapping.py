@@ -14,6 +14,7 @@ from coldblock.engine_core.control.policies import FirstSwappedFirst, LeastRecen
 from coldblock.engine_core.control.request import Request, State
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, MAX_TIMES_LEFT
+from fake_executor import COPY_SECONDS, QUEUED_SECONDS
 from scheduler_harness import Harness
 
 pytestmark = pytest.mark.usefixtures("steps_ahead")
@@ -63,7 +64,10 @@ def test_swap_updates_carry_blocks_bytes_seconds_and_tier_use() -> None:
     harness.run()
     out, swapped, back, resumed = harness.swaps
     assert [(swap.blocks, swap.bytes) for swap in harness.swaps] == [(3, 3000)] * 4
-    assert (out.seconds, back.seconds) == (0.0, 0.0) and swapped.seconds > 0 and resumed.seconds > 0
+    for begun, ended in ((out, swapped), (back, resumed)):
+        assert (begun.seconds, begun.queued_s) == (0.0, 0.0)
+        assert (ended.seconds, ended.queued_s) == (COPY_SECONDS, QUEUED_SECONDS)
+    assert harness.finished["first"].moved_bytes == 6000 and harness.finished["second"].moved_bytes == 0
     assert (out.gpu_used_blocks, out.cpu_used_bytes) == (3, 3000)
     assert (swapped.gpu_used_blocks, swapped.cpu_used_bytes) == (0, 3000)
     assert (resumed.gpu_used_blocks, resumed.cpu_used_bytes) == (3, 0)
