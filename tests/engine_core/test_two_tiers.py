@@ -1,42 +1,64 @@
-"""Scheduler and CPU executor together: whatever moves between the tiers, and however late, changes no token."""
+"""Scheduler and executor together: whatever moves between the tiers, and however late, changes no token.
+
+On the CPU executor, and on the CUDA executor one step ahead: on a GPU, and with its kernels emulated.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.control.updates import Counters, FinishedUpdate, TokenUpdate
+from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
-from tiny_models import make_executor, save_tiny
+from coldblock.engine_core.device.cuda_executor import CudaExecutor
+from cuda_on_cpu import emulate
+from tiny_models import save_tiny
 
 DELAY = "COLDBLOCK_TEST_COPY_DELAY_STEPS"
 FORMATS = ("fp16", "int8", "fp8", "fp8_e5m2")
 
+AnyExecutor = CpuExecutor | CudaExecutor
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+
+class Executors:
+    """Deterministic executors of one tiny model. `runs`: how often it is worth while to repeat a test with them."""
+
+    def __init__(self, kind: Any, path: Path, runs: int) -> None:
+        self._kind, self._path, self.runs = kind, path, runs
+
+    def __call__(self, num_gpu_blocks: int, kv_cache_dtype: str) -> AnyExecutor:
+        config = ExecutorConfig(
+            self._path,
+            num_gpu_blocks=num_gpu_blocks,
+            max_model_len=512,
+            kv_cache_dtype=kv_cache_dtype,
+            deterministic=True,
+            cpu_offload_bytes=1 << 24,
+            num_threads=1,
+        )
+        executor: AnyExecutor = self._kind(config)
+        return executor
+
+
+@pytest.fixture(scope="module", params=["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def executors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executors]:
     path = tmp_path_factory.mktemp("tiny")
-    save_tiny(path)
-    return path
-
-
-def executor_of(model: Path, num_gpu_blocks: int, kv_cache_dtype: str) -> CpuExecutor:
-    return make_executor(
-        model,
-        num_gpu_blocks=num_gpu_blocks,
-        kv_cache_dtype=kv_cache_dtype,
-        deterministic=True,
-        cpu_offload_bytes=1 << 22,
-        num_threads=1,
-    )
+    save_tiny(path, head_dim=64)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "emulated":
+            emulate(patch)
+        kind = CpuExecutor if request.param == "cpu" else CudaExecutor
+        yield Executors(kind, path, runs=10 if request.param == "gpu" else 1)
 
 
 def serve(
-    executor: CpuExecutor, rounds: Sequence[Sequence[list[int]]], new: int, prefix_cache: bool
+    executor: AnyExecutor, rounds: Sequence[Sequence[list[int]]], new: int, prefix_cache: bool
 ) -> tuple[list[list[list[int]]], Counters]:
     """Greedy answers to the prompts of one round after the other, those of a round at once; and what it took."""
     capacity = executor.capacity
@@ -61,18 +83,21 @@ def serve(
         for index, prompt in enumerate(prompts):
             scheduler.add(str(index), prompt, Sampling(max_tokens=new, temperature=0.0, ignore_eos=True))
         answers.append(finish(scheduler, executor))
-    executor.close()
     return answers, scheduler.counters
 
 
-def finish(scheduler: Scheduler, executor: CpuExecutor) -> list[list[int]]:
+def finish(scheduler: Scheduler, executor: AnyExecutor) -> list[list[int]]:
     """All answers; nothing is left in use in either tier."""
     answers: list[list[int]] = [[] for _ in scheduler.requests()]
+    in_flight = 0
     while scheduler.has_work():
         plan = scheduler.plan()
         if plan is not None:
             executor.begin_step(plan)
+            in_flight += 1
+        if in_flight > (0 if plan is None else executor.steps_ahead):
             scheduler.apply(executor.complete_step())
+            in_flight -= 1
         for update in scheduler.drain():
             if isinstance(update, TokenUpdate):
                 answers[int(update.request_id)].append(update.token.token_id)
@@ -93,24 +118,30 @@ def prompts_of(count: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
 @pytest.mark.parametrize("delay", [0, 3])
 def test_sixty_four_on_a_tiny_pool_give_the_tokens_of_a_large_one(
-    model: Path, kv_cache_dtype: str, delay: int, monkeypatch: pytest.MonkeyPatch
+    executors: Executors, kv_cache_dtype: str, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 3, and case 16 where a prefix is found: late copies read and write whatever is there by then."""
-    prompts = prompts_of(64, seed=delay)
-    wanted, large = serve(executor_of(model, 2000, kv_cache_dtype), [prompts], 14, prefix_cache=False)
-    assert large.offload_blocks == 0
+    large = executors(2000, kv_cache_dtype)
     monkeypatch.setenv(DELAY, str(delay))
-    answers, small = serve(executor_of(model, 12, kv_cache_dtype), [prompts], 14, prefix_cache=delay > 0)
-    assert answers == wanted
-    assert small.requests_swapped > 0 and small.write_behind_blocks > 0
+    small = executors(12, kv_cache_dtype)
+    for run in range(executors.runs):
+        prompts = prompts_of(64, seed=delay + 100 * run)
+        wanted, without = serve(large, [prompts], 14, prefix_cache=False)
+        answers, counters = serve(small, [prompts], 14, prefix_cache=delay > 0)
+        assert answers == wanted
+        assert without.offload_blocks == 0
+        assert counters.requests_swapped > 0 and counters.write_behind_blocks > 0
+    large.close()
+    small.close()
 
 
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
-def test_a_prefix_loaded_from_the_cpu_tier_gives_the_same_answer(model: Path, kv_cache_dtype: str) -> None:
+def test_a_prefix_loaded_from_the_cpu_tier_gives_the_same_answer(executors: Executors, kv_cache_dtype: str) -> None:
     """Cases 10 and 16: computed, found on the GPU, and found in the CPU tier."""
     rng = random.Random(5)
     prompt, filler, other = ([rng.randrange(5, 290) for _ in range(count)] for count in (40, 70, 180))
-    executor = executor_of(model, 12, kv_cache_dtype)
+    executor = executors(12, kv_cache_dtype)
     answers, counters = serve(executor, [[prompt, filler], [prompt], [other], [prompt]], 8, prefix_cache=True)
+    executor.close()
     assert answers[0][0] == answers[1][0] == answers[3][0]
     assert (counters.prefix_hits_tokens, counters.prefix_reload_blocks) == (64, 2)
