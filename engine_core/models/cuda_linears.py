@@ -3,13 +3,14 @@
 Owns: which kernel multiplies how many rows, and the scratch memory that all linears share.
 Does not know: files, names of tensors, what a linear is for.
 
-Outputs are passed in, so that every call can be captured in a CUDA graph. In a matrix of gate and up their rows take
-turns of 8: a kernel that has computed both finishes silu(gate) * up itself.
+Between the linears runs a residual stream in fp32. A linear takes its input from there through a norm, which it fuses
+where its kernel can, or it adds its output there. All memory is passed in, so that every call can be captured in a CUDA
+graph. In a matrix of gate and up their rows take turns of 8: a kernel that has computed both finishes silu(gate) * up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import fused, w4, w4_wide
+from ...kernels.w4 import RowNorm
 from .layers import Int8Weight
 from .w4a16 import W4Weight
 
@@ -32,22 +34,34 @@ _SLICE_ELEMENTS = 16 << 20  # of a four-bit matrix, dequantized at once: 32 MiB 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory that one linear uses at a time, in the compute dtype: `dense` [elements], `gate_up` [tokens * 2 ffn]."""
+    """Memory that one linear uses at a time, in the compute dtype: `dense` [elements], `gate_up` [tokens * 2 ffn],
+    `normed` [tokens * hidden]."""
 
     dense: Tensor
     gate_up: Tensor
+    normed: Tensor
 
 
 class PackedProduct(Protocol):
-    """out = x W^T + bias for a packed W; with `silu`, silu(gate) * up of it."""
+    """out = x W^T + bias for a packed W; with `silu`, silu(gate) * up of it; with `add`, out fp32 += it."""
 
     def __call__(
-        self, x: Tensor, matrix: w4.W4Matrix, out: Tensor, *, bias: Tensor | None = None, silu: bool = False
+        self,
+        x: Tensor,
+        matrix: w4.W4Matrix,
+        out: Tensor,
+        *,
+        bias: Tensor | None = None,
+        silu: bool = False,
+        add: bool = False,
     ) -> None: ...
 
 
 class CudaLinear(Protocol):
-    """y = x W^T + b for W [n, k] and x [m, k], in the compute dtype. `bias` [n] is None where there is none."""
+    """y = x W^T + b for W [n, k] and x [m, k] in the compute dtype. `bias` [n] is None where there is none.
+
+    Where it is given a residual [m, k] instead, fp32, x is norm(residual).
+    """
 
     n: int
     bias: Tensor | None
@@ -60,12 +74,16 @@ class CudaLinear(Protocol):
         """What `Scratch.dense` must hold."""
         ...
 
-    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
+    def of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """out [m, n] = y; not `biased`: without the bias, which the caller adds."""
         ...
 
-    def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+    def gated_of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch) -> None:
         """out [m, n/2] = silu(gate) * up of y, for a matrix of gate and up."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
+        """residual fp32 [m, n] += y."""
         ...
 
 
@@ -83,18 +101,29 @@ class DenseCudaLinear:
         """Bytes that this layer keeps in memory."""
         return self._weight.nbytes + _nbytes(self.bias)
 
-    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
+    def of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """See CudaLinear."""
+        self._multiply(_normed(residual, norm, scratch), out, biased)
+
+    def gated_of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        gate_up = _gate_up(scratch, len(residual), self.n)
+        self._multiply(_normed(residual, norm, scratch), gate_up, biased=True)
+        fused.silu_multiply(gate_up, out)
+
+    def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        _add_product(residual, x, self._weight)
+        if self.bias is not None:
+            residual.add_(self.bias)
+
+    def _multiply(self, x: Tensor, out: Tensor, biased: bool) -> None:
         if out.dtype is x.dtype:
             torch.mm(x, self._weight.t(), out=out)
         else:
             torch.mm(x, self._weight.t(), out_dtype=out.dtype, out=out)
         if biased and self.bias is not None:
             out.add_(self.bias)
-
-    def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """See CudaLinear."""
-        _gate_apart(self, x, out, scratch)
 
 
 class W4CudaLinear:
@@ -115,27 +144,49 @@ class W4CudaLinear:
         """See CudaLinear."""
         return max((part.n * part.k for part in self._slices), default=0)
 
-    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
+    def of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """See CudaLinear."""
         bias = self.bias if biased else None
+        if self._takes_norm(len(residual)):
+            w4.w4_linear(residual, self._matrix, out, bias=bias, norm=norm)
+        else:
+            self._multiply(_normed(residual, norm, scratch), out, bias, scratch)
+
+    def gated_of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        packed = self._packed_product(len(residual))
+        if self._takes_norm(len(residual)):
+            w4.w4_linear(residual, self._matrix, out, bias=self.bias, silu=True, norm=norm)
+        elif packed is not None:
+            packed(_normed(residual, norm, scratch), self._matrix, out, bias=self.bias, silu=True)
+        else:
+            gate_up = _gate_up(scratch, len(residual), self.n)
+            self._multiply(_normed(residual, norm, scratch), gate_up, self.bias, scratch)
+            fused.silu_multiply(gate_up, out)
+
+    def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        packed = self._packed_product(len(x))
+        if packed is not None:
+            packed(x, self._matrix, residual, bias=self.bias, add=True)
+            return
+        for columns, dense in self._dense_parts(scratch):
+            _add_product(residual[:, columns], x, dense)
+        if self.bias is not None:
+            residual.add_(self.bias)
+
+    def _multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
         packed = self._packed_product(len(x))
         if packed is not None:
             packed(x, self._matrix, out, bias=bias)
             return
-        if self._dense is not None:
-            torch.mm(x, self._dense.t(), out=out)
-        else:
-            self._dequantizing(x, out, scratch)
+        for columns, dense in self._dense_parts(scratch):
+            torch.mm(x, dense.t(), out=out[:, columns])
         if bias is not None:
             out.add_(bias)
 
-    def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """See CudaLinear."""
-        packed = self._packed_product(len(x))
-        if packed is not None:
-            packed(x, self._matrix, out, bias=self.bias, silu=True)
-        else:
-            _gate_apart(self, x, out, scratch)
+    def _takes_norm(self, rows: int) -> bool:
+        return self._packed_product(rows) is w4.w4_linear and w4.takes_norm(self._matrix, rows)
 
     def _packed_product(self, rows: int) -> PackedProduct | None:
         """The kernel that multiplies so many rows with the packed matrix; None: a dense one is faster."""
@@ -145,20 +196,31 @@ class W4CudaLinear:
         most = WIDE_MOST_ROWS if self._dense is None else WIDE_MOST_ROWS_BESIDE_DENSE
         return w4_wide.w4_wide_linear if wide and rows <= most else None
 
-    def _dequantizing(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        column = 0
+    def _dense_parts(self, scratch: Scratch) -> Iterator[tuple[slice, Tensor]]:
+        """The matrix in 16 bits, some rows [n', k] at a time: which columns of y they make, and their values."""
+        if self._dense is not None:
+            yield slice(0, self.n), self._dense
+        first = 0
         for part in self._slices:
             dense = scratch.dense[: part.n * part.k].view(part.n, part.k)
             w4.w4_dequantize(part, dense)
-            torch.mm(x, dense.t(), out=out[:, column : column + part.n])
-            column += part.n
+            yield slice(first, first + part.n), dense
+            first += part.n
 
 
-def _gate_apart(linear: CudaLinear, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-    """The product first, silu(gate) * up from there."""
-    gate_up = scratch.gate_up[: len(x) * linear.n].view(len(x), linear.n)
-    linear(x, gate_up, scratch)
-    fused.silu_multiply(gate_up, out)
+def _normed(residual: Tensor, norm: RowNorm, scratch: Scratch) -> Tensor:
+    normed = scratch.normed[: residual.numel()].view(residual.shape)
+    fused.rms_norm(residual, norm.weight, norm.eps, normed)
+    return normed
+
+
+def _gate_up(scratch: Scratch, rows: int, columns: int) -> Tensor:
+    return scratch.gate_up[: rows * columns].view(rows, columns)
+
+
+def _add_product(residual: Tensor, x: Tensor, weight: Tensor) -> None:
+    """residual fp32 += x weight^T, without rounding in between."""
+    torch.addmm(residual, x, weight.t(), out_dtype=torch.float32, out=residual)
 
 
 def _slices(matrix: w4.W4Matrix) -> Sequence[w4.W4Matrix]:
