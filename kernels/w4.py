@@ -12,8 +12,8 @@ is that lane's A fragment of the tensor-core instruction m16n8k16 for k0 = 64 * 
 `scales` holds (s, z) in fp16 for each row and group, rows g and g + 8 beside each other: weight = (q - 8) * s + z. N
 and K are padded to multiples of 64 by code 8 with s = z = 0, which is zero.
 
-`w4_linear` adds over K in an order that depends on the matrix and on the number of rows of x, not on the other rows: it
-is the same for 1 to 8 rows, for 9 to 16 and for more (for a long K also from 3 rows on another than for fewer).
+`w4_linear` adds over K in an order that depends on the matrix's shape and on the number of rows of x, not on the other
+rows: it is the same for 1 to 8 rows, for 9 to 16 and for more (for a long K another for 1 and 2 rows than for 3 to 8).
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ _STEPS = (_Step(2, 1), _Step(1, 1), _Step(1, 2))
 _SMALL_FORMS = {8: _Form(1, 1, 1, 8, 1, 4, 2), 16: _Form(2, 1, 1, 8, 1, 3, 2), 32: _Form(4, 1, 1, 4, 1, 2)}
 _SMALL_SHARED = 200 << 10
 
-# With much (SM90, SM100), by the shape of W too: many rows, a long K, and neither. With few rows of W a cluster shares K,
-# or each of its blocks would load all of x. Of several forms, that whose teams have the least to wait for.
+# With much (SM90, SM100), by the shape of W too: many rows, a long K, and neither. Where W has few rows, a cluster
+# shares K, or each block would load all of x. Of several forms, that with the fewest turns, idle ones counted too.
 _Forms = dict[int, tuple[_Form, ...]]
 _MANY_ROWS, _LONG_K = 8192, 8192
 _TALL_FORMS: _Forms = {
@@ -222,14 +222,16 @@ _TALL_FORMS: _Forms = {
 _LONG_FORMS: _Forms = {
     2: (_Form(1, 2, 1, 16, 1, 2),),
     8: (_Form(1, 2, 1, 16, 2, 2),),
-    16: (_Form(2, 2, 2, 4, 4, 2),),
-    32: (_Form(4, 2, 2, 4, 4, 2),),
+    16: (_Form(2, 2, 4, 2, 8, 3, 2),),
+    32: (_Form(4, 1, 9, 1, 8, 3),),
 }
 _SHORT_FORMS: _Forms = {
     8: (_Form(1, 2, 1, 16, 1, 2),),
     16: (_Form(2, 1, 5, 2, 4, 2, 2), _Form(2, 1, 4, 2, 4, 2, 2)),
     32: (_Form(4, 1, 5, 2, 4, 2), _Form(4, 1, 4, 2, 4, 2)),
 }
+_TABLES = (_TALL_FORMS, _LONG_FORMS, _SHORT_FORMS)
+_LARGE_FORMS = tuple(dict.fromkeys(form for table in _TABLES for forms in table.values() for form in forms))
 
 VARIANTS = (
     *variants("w4_dequantize", ACTIVATION_BF16=(0, 1)),
@@ -239,15 +241,7 @@ VARIANTS = (
         for step in _STEPS
         for forms, architectures in (
             (_SMALL_FORMS.values(), ("sm_80", "sm_86", "sm_89", "sm_120")),
-            (
-                dict.fromkeys(
-                    form
-                    for table in (_TALL_FORMS, _LONG_FORMS, _SHORT_FORMS)
-                    for forms in table.values()
-                    for form in forms
-                ),
-                ("sm_90a", "sm_100"),
-            ),
+            (_LARGE_FORMS, ("sm_90a", "sm_100")),
         )
         for form in forms
     ),

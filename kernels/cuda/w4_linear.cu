@@ -24,10 +24,10 @@ constexpr int SPAN_K = STEP_K / STEP_SCALES;  // k of a step that share a scale
 constexpr int CODE_BYTES = ROW_TILES * STEP_UNITS * UNIT_BYTES;
 constexpr int STAGE_BYTES = CODE_BYTES + ROW_TILES * STEP_SCALES * SCALE_BYTES;
 constexpr int ROW_PAIRS = 8 * ROW_TILES;  // rows g and g + 8 of every 16
-constexpr int CHAINS = ROW_TILES * TOKEN_TILES <= 2 ? 2 : 1;  // products wait long for the one before, unless there are many beside it
-constexpr int X_PADDING = 8;                      // keeps ldmatrix free of bank conflicts
-constexpr int BATCH = WARPS * RESIDENT > 12 ? 8 : 12;  // loads of x under way in a thread, as registers allow
-constexpr bool ALONE = SLICES * CLUSTER == 1;     // a warp has the whole sum
+constexpr int CHAINS = ROW_TILES * TOKEN_TILES <= 2 ? 2 : 1;  // products wait long for the one before, if few are beside it
+constexpr int BATCH = WARPS * RESIDENT > 12 ? 8 : 12;         // loads of x under way in a thread, as registers allow
+constexpr int X_PADDING = 8;                                  // keeps ldmatrix free of bank conflicts
+constexpr bool ALONE = SLICES * CLUSTER == 1;                 // a warp has the whole sum
 
 static_assert(TEAMS == 1 || SLICES < 16, "every slice has a barrier");
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from coldblock.kernels import w4
 from coldblock.kernels.errors import KernelArgumentError
 from coldblock.kernels.w4 import W4Matrix, pack_w4, unpack_w4, w4_dequantize, w4_linear
 from torch import Tensor
 
-TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65, 130)
+TOKENS = (1, 2, 3, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 130)
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SHAPES = [
     (64, 128, 32),
@@ -22,6 +26,8 @@ SHAPES = [
     (200, 768, 256),
     (176, 5504, 128),
     (96, 8192, 128),
+    (2048, 11008, 128),
+    (8272, 320, 64),
     (2560, 2048, 128),
 ]
 
@@ -84,6 +90,25 @@ def test_packing_refuses() -> None:
         pack_w4(qweight, ones * 1e6, ones, "cpu")
 
 
+@pytest.mark.parametrize(("multiprocessors", "kibibytes"), [(132, 227), (148, 227), (84, 99), (16, 163)])
+def test_every_product_fits_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, kibibytes: int
+) -> None:
+    """Shared memory, and every row of W in one cluster's turn or another's."""
+    device = SimpleNamespace(multi_processor_count=multiprocessors, shared_memory_per_block_optin=kibibytes << 10)
+    monkeypatch.setattr(w4, "_properties", lambda: device)
+    sizes = itertools.product((16, 80, 2560, 22016, 57344), (64, 128, 2048, 11008, 29568), (1, 2, 8, 9, 16, 24, 32, 64))
+    for n, k, tokens in sizes:
+        form = w4._form(tokens, n, k)
+        for group_size in (32, 64, 128):
+            plan = w4._plan.__wrapped__(form, tokens, n, k // 64, group_size)
+            assert plan.shared_bytes <= kibibytes << 10, (form, plan)
+            assert 0 < plan.grid[0] <= multiprocessors and plan.grid[0] % form.cluster == 0
+            clusters, rounds = w4._rounds(form, -(-n // (16 * form.row_tiles)))
+            assert clusters * rounds * form.teams * form.row_tiles * 16 >= n
+            assert plan.grid[1] * form.tokens >= tokens
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
@@ -130,17 +155,18 @@ def test_extreme_scales(scale: float) -> None:
 
 
 @pytest.mark.gpu
-def test_a_token_does_not_depend_on_its_company() -> None:
+@pytest.mark.parametrize(("n", "k"), [(2048, 2048), (2048, 8192), (8272, 512)])
+def test_a_token_does_not_depend_on_its_company(n: int, k: int) -> None:
     torch.manual_seed(0)
-    matrix = random_matrix(2048, 2048, 128, "cuda")
-    x = torch.randn(16, 2048, device="cuda").half()
+    matrix = random_matrix(n, k, 128, "cuda")
+    x = torch.randn(32, k, device="cuda").half()
 
     def product(rows: Tensor) -> Tensor:
-        out = torch.full((len(rows), 2048), torch.nan, device="cuda", dtype=torch.float16)
+        out = torch.full((len(rows), n), torch.nan, device="cuda", dtype=torch.float16)
         w4_linear(rows, matrix, out)
         return out
 
-    for few, many in ((1, 8), (2, 8), (5, 7), (9, 16), (11, 15)):
+    for few, many in ((1, 2), (3, 8), (5, 7), (9, 16), (11, 15), (17, 32), (24, 31)):
         assert torch.equal(product(x[:few].contiguous()), product(x[:many].contiguous())[:few])
 
 
