@@ -7,10 +7,15 @@ STAMP := $(VENV)/.installed
 TYPING := build/typing/coldblock
 TYPED := protocol engine_core/control frontend
 MODEL ?= smollm2-135m
-CUDA ?= cuda12
+INSTALLED := $(or $(shell cat $(STAMP) 2>/dev/null),cuda12)
+CUDA ?= $(INSTALLED)
+OTHER_CUPY := $(if $(filter cuda12,$(CUDA)),cupy-cuda13x,cupy-cuda12x)
 
 .DEFAULT_GOAL := help
 .PHONY: help install run serve test test-gpu lint typecheck bench clean
+ifneq ($(CUDA),$(INSTALLED)) # another choice than what is there
+.PHONY: $(STAMP)
+endif
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,14 +23,16 @@ help: ## show this list
 install: $(STAMP) ## set up .venv with everything, once
 
 $(STAMP): pyproject.toml constraints.txt
+	@case $(CUDA) in cuda12|cuda13) ;; *) echo "CUDA=$(CUDA) is not allowed: cuda12 or cuda13" >&2; exit 2;; esac
 	@$(BIN)/pip --version >/dev/null 2>&1 || (echo "Creating $(VENV) ($$($(PYTHON) --version))" && $(PYTHON) -m venv --clear $(VENV))
 	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else \
 		"Python 3.11 to 3.13 is needed, $(VENV) has %d.%d: remove $(VENV) and call make PYTHON=python3.12" % v)'
 	@echo "Installing Coldblock and what it needs into $(VENV) (torch is large: the first time takes minutes)"
 	@$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt torch
 	@echo "Installing the rest (quietly)"
+	@$(BIN)/pip uninstall --quiet --yes $(OTHER_CUPY) 2>/dev/null
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,$(CUDA)]'
-	@touch $@
+	@echo $(CUDA) >$@
 
 run: $(STAMP) ## two chat answers, one small KV pool: see a swap happen
 	@$(BIN)/coldblock demo

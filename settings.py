@@ -188,10 +188,16 @@ def _describe(error: ValidationError, settings_type: type[Settings]) -> str:
 
 
 def models_dir() -> Path:
-    """Where fetched models live: `COLDBLOCK_MODELS_DIR`, else `coldblock/models` in the user's cache folder (XDG)."""
+    """Where fetched models live: `COLDBLOCK_MODELS_DIR`, else `coldblock/models` in the user's cache folder (XDG).
+
+    Raises UsageError when the user has no home folder.
+    """
     if named := os.environ.get(_ENV_PREFIX + "MODELS_DIR"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coldblock" / "models"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coldblock" / "models"
+    except RuntimeError as error:
+        raise UsageError("there is no home folder for fetched models: set COLDBLOCK_MODELS_DIR") from error
 
 
 def setup_logging(level: LogLevel) -> None:

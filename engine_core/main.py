@@ -155,7 +155,9 @@ def load_executor(settings: EngineSettings, checkpoint: Path) -> LoadedExecutor:
     reason = None if settings.device == "cpu" else why_no_cuda()
     executor: LoadedExecutor
     if settings.device == "cuda" and reason is not None:
-        raise UsageError(f"--device: 'cuda' is not allowed: {reason}")
+        raise UsageError(f"--device: 'cuda' is not allowed: {reason}; use --device cpu")
+    if reason is not None:
+        log.info("--device auto takes the CPU: %s", reason)
     if settings.device == "cpu" or reason is not None:
         from .device.cpu_executor import CpuExecutor
 

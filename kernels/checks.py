@@ -22,7 +22,10 @@ def check_tensor(
     shape: Sequence[tuple[str, int | None]],
     alignment: int = 16,
 ) -> None:
-    """`shape`: (name of the dimension, its size or None for any). Contiguous, on the GPU, aligned to `alignment`."""
+    """`shape`: (name of the dimension, its size or None for any). Contiguous, on the GPU, aligned to `alignment` bytes.
+
+    Raises KernelArgumentError, as all of these do.
+    """
     check_layout(name, tensor, dtypes, shape)
     if tensor.data_ptr() % alignment:
         raise KernelArgumentError(f"{name} begins at an address that is no multiple of {alignment} bytes")

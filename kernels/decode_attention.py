@@ -135,12 +135,10 @@ def paged_decode(
     check_tensor("q", q, ACTIVATIONS, (("B", None), ("H", None), ("D", pages.head_dim)))
     batch, num_heads = q.shape[0], q.shape[1]
     heads, groups = _group(pages, num_heads)
-    check_tensor("pool", pages.pool, torch.uint8, (("num_blocks", None), ("block_bytes", pages.block_bytes)))
+    pages.check(layer)
     check_tensor("block_tables", block_tables, torch.int32, (("B", batch), ("max_blocks", None)), alignment=4)
     check_tensor("context_lens", context_lens, torch.int32, (("B", batch),), alignment=4)
     check_tensor("out", out, q.dtype, (("B", batch), ("H * D", num_heads * pages.head_dim)))
-    if not 0 <= layer < pages.num_layers:
-        raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {pages.num_layers - 1}")
     _check_splits(splits, batch, groups, heads, pages.head_dim)
     macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8)
     load("paged_decode", **macros).launch(

@@ -5,7 +5,7 @@ Does not know: layers, requests, or what the numbers are for.
 
 T is tokens, N the hidden size, H query heads, G KV heads, D the head dimension; activations are fp16 or bf16. Every
 output is written into a tensor that the caller passes. A row depends on nothing but itself, and no order of summation
-on the number of rows: all of these are batch-invariant.
+on the number of rows: all of these are batch-invariant. All raise KernelArgumentError for what does not fit.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def rope_and_write(
     check_tensor("sequences", sequences, torch.int32, [("T", tokens)], alignment=4)
     check_tensor("block_tables", block_tables, torch.int32, [("S", None), ("max_blocks", None)], alignment=4)
     check_tensor("q_out", q_out, qkv.dtype, [("T", tokens), ("H", num_heads), ("D", dim)])
+    pages.check(layer)
     kernel = load("rope_and_write", ACTIVATION_BF16=_is_bf16(qkv), KV_FORMAT=FORMAT_NUMBERS[pages.format], HEAD_DIM=dim)
     lanes = 8 if dim <= 64 else 16 if dim <= 128 else 32
     kernel.launch(

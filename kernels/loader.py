@@ -38,7 +38,7 @@ SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 """What every kernel compiles for; "a" adds the instructions of that one generation (wgmma)."""
 
-_INSTALL = "install coldblock with the extra cuda12 or cuda13"
+_INSTALL = "install coldblock with the extra cuda12 or cuda13 (in a checkout: make install CUDA=cuda12)"
 _HEADER_PACKAGES = ("nvidia.cu13", "nvidia.cuda_runtime", "nvidia.cuda_cccl")
 _SHARED_WITHOUT_ASKING = 48 * 1024
 _DIGEST_BYTES = 32
@@ -75,7 +75,10 @@ def compile_cubin(source: str, macros: Macros, architecture: str) -> bytes:
     nvrtc = _nvrtc()
     file = SOURCES / f"{source}.cu"
     options = _options(macros, architecture)
-    cached = _cache_folder() / f"{source}-{architecture}-{_digest(file, options, nvrtc.getVersion())}.cubin"
+    folder = _cache_folder()
+    if folder is None:
+        return _compile(nvrtc, file, options)
+    cached = folder / f"{source}-{architecture}-{_digest(file, options, nvrtc.getVersion())}.cubin"
     cubin = _read(cached)
     if cubin is None:
         cubin = _compile(nvrtc, file, options)
@@ -204,7 +207,9 @@ def load(source: str, **macros: str | int) -> Function:
 @functools.cache
 def _require_device() -> None:
     if not torch.cuda.is_available():
-        raise KernelUnavailable("torch sees no CUDA device")
+        raise KernelUnavailable(
+            "torch sees no CUDA device: `nvidia-smi` must list one, and CUDA_VISIBLE_DEVICES let it through"
+        )
     torch.cuda.init()
 
 
@@ -215,20 +220,30 @@ def device_capability() -> tuple[int, int]:
 
 
 def device_architecture() -> str:
-    """The architecture to compile for: the newest of ARCHITECTURES that the current device runs."""
+    """The architecture to compile for: the newest of ARCHITECTURES that the current device runs.
+
+    Raises KernelUnavailable without a device, and for one that runs none of them.
+    """
     major, minor = device_capability()
     fitting = [name for name in ARCHITECTURES if _runs_on(name, 10 * major + minor)]
     if not fitting:
-        raise KernelUnavailable(f"the device has compute capability {major}.{minor}; 8.0 or later is needed")
+        known = ", ".join(f"{number // 10}.{number % 10}" for number in map(_number, ARCHITECTURES))
+        raise KernelUnavailable(
+            f"the device has compute capability {major}.{minor}; there are kernels for {known} and what is compatible"
+        )
     return fitting[-1]
 
 
 def _runs_on(architecture: str, device: int) -> bool:
     """A cubin runs on its own major version from its minor version on; one with "a" on exactly its own."""
-    number = int(architecture.removeprefix("sm_").rstrip("a"))
+    number = _number(architecture)
     if architecture.endswith("a"):
         return number == device
     return number // 10 == device // 10 and number <= device
+
+
+def _number(architecture: str) -> int:
+    return int(architecture.removeprefix("sm_").rstrip("a"))
 
 
 def _launch_attributes() -> Any:
@@ -284,7 +299,10 @@ def _options(macros: Macros, architecture: str) -> tuple[str, ...]:
 
 @functools.cache
 def header_folders() -> tuple[Path, ...]:
-    """Where the headers (cuda_fp16.h) of the compiler's version are: CUDA_PATH, pip's packages, /usr/local/cuda."""
+    """Where the headers (cuda_fp16.h) of the compiler's version are: CUDA_PATH, pip's packages, /usr/local/cuda.
+
+    Raises KernelUnavailable when the compiler or its headers are missing.
+    """
     candidates = [Path(os.environ["CUDA_PATH"]) / "include"] if "CUDA_PATH" in os.environ else []
     for name in _HEADER_PACKAGES:
         try:
@@ -318,9 +336,12 @@ def _digest(file: Path, options: Sequence[str], version: object) -> str:
     return digest.hexdigest()[:24]
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(base) / "coldblock" / "kernels"
+def _cache_folder() -> Path | None:
+    """None for a user who has no home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coldblock" / "kernels"
+    except RuntimeError:
+        return None
 
 
 def _read(path: Path) -> bytes | None:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .checks import check_layout, check_multiple, check_number
+from .checks import check_layout, check_multiple, check_number, check_tensor
 from .errors import KernelArgumentError
 
 PageFormat = Literal["fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"]
@@ -44,7 +44,16 @@ class KVPages:
             raise KernelArgumentError(f"the KV format is {self.format}; allowed: {', '.join(FORMAT_NUMBERS)}")
         check_number("head_dim", self.head_dim, HEAD_DIMS)
         check_multiple("block_size", self.block_size, 16)
+        for name in ("num_layers", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise KernelArgumentError(f"{name} is {getattr(self, name)}; allowed: from 1 on")
         check_layout("pool", self.pool, torch.uint8, [("num_blocks", None), ("block_bytes", self.block_bytes)])
+
+    def check(self, layer: int) -> None:
+        """Raises KernelArgumentError unless kernels can read the pool where it is, and it has this layer."""
+        check_tensor("pool", self.pool, torch.uint8, (("num_blocks", None), ("block_bytes", self.block_bytes)))
+        if not 0 <= layer < self.num_layers:
+            raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {self.num_layers - 1}")
 
     @property
     def plane_bytes(self) -> int:

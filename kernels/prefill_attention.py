@@ -227,8 +227,7 @@ def _check(
     tokens, num_heads, head_dim = q.shape
     if num_heads % pages.num_kv_heads:
         raise KernelArgumentError(f"q has {num_heads} heads; wanted: a multiple of the {pages.num_kv_heads} KV heads")
-    if not 0 <= layer < pages.num_layers:
-        raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {pages.num_layers - 1}")
+    pages.check(layer)
     check_tensor("context_lens", context_lens, torch.int32, [("S", None)], alignment=4)
     sequences = context_lens.shape[0]
     check_tensor("query_starts", query_starts, torch.int32, [("S+1", sequences + 1)], alignment=4)

@@ -118,8 +118,7 @@ def _check(
             f"not served: q {q.dtype} with {num_heads} heads, pages {pages.format} with {pages.num_kv_heads} KV heads, "
             f"head_dim {head_dim}, block_size {pages.block_size}; prefill_attention.paged_prefill may serve it"
         )
-    if not 0 <= layer < pages.num_layers:
-        raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {pages.num_layers - 1}")
+    pages.check(layer)
     check_tensor("context_lens", context_lens, torch.int32, [("S", None)], alignment=4)
     num_sequences = context_lens.shape[0]
     check_tensor("query_starts", query_starts, torch.int32, [("S+1", num_sequences + 1)], alignment=4)

@@ -58,7 +58,7 @@ def parameter_row(
 ) -> tuple[float | int, ...]:
     """A row of PARAMETERS. temperature < 1e-5 is greedy; top_k 0 (or >= V), top_p 1 and min_p 0 filter nothing."""
     log_min_p = math.log(min_p) if min_p > 0 else -math.inf
-    return (temperature, top_k, top_p, log_min_p, seed & _MASK, output_index, 0)
+    return (temperature, min(top_k, LARGEST_VOCABULARY), top_p, log_min_p, seed & _MASK, output_index, 0)
 
 
 def make_workspace(rows: int, vocab_size: int, device: torch.device | str) -> Tensor:
@@ -72,7 +72,7 @@ def sample(
     """tokens int32 [R], one of 0..V-1 for each row of logits fp32 [R, S].
 
     parameters is int32 [R, 8] (see PARAMETERS). finite int32 [R] is 0 where the row's greatest logit is infinite or any
-    of its logits is NaN, and then the token is 0; else 1. S is a multiple of 4.
+    of its logits is NaN, and then the token is 0; else 1. S is a multiple of 4. Raises KernelArgumentError.
     """
     rows, stride = _check_logits(logits, vocab_size)
     check_tensor("parameters", parameters, torch.int32, [("R", rows), ("words", PARAMETERS.itemsize // 4)])
@@ -93,7 +93,7 @@ def penalize(logits: Tensor, vocab_size: int, entries: Tensor, penalties: Tensor
     entries int32 [E, 3]: (row, token, count), each pair of row and token at most once: count > 0 for a token that is so
     often in the row's output, 0 for one that is in its prompt only, BANNED for one that must not be drawn. penalties
     fp32 [R, 3]: repetition (on prompt and output), frequency and presence (on output). Tokens outside 0..V-1 are
-    passed over.
+    passed over. Raises KernelArgumentError.
     """
     rows, stride = _check_logits(logits, vocab_size)
     check_tensor("entries", entries, torch.int32, [("E", None), ("row, token, count", 3)], alignment=4)

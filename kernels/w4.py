@@ -64,8 +64,8 @@ def pack_w4(qweight: Tensor, scales: Tensor, mins: Tensor, device: torch.device 
     Computes where the arguments are. K must be a multiple of 8, g a power of two from 32 on, or K. The zero
     z = min + 8 * scale is computed in fp32 and stored in fp16. Raises KernelArgumentError.
     """
-    n, k = qweight.shape[0], 2 * qweight.shape[1]
     group_size = _checked_group_size(qweight, scales, mins)
+    n, k = qweight.shape[0], 2 * qweight.shape[1]
     s, z = scales.float(), torch.add(mins.float(), scales.float(), alpha=8)
     pairs = torch.stack((s, z), dim=-1).half()
     if not pairs.isfinite().all():
@@ -90,8 +90,10 @@ def _padded(size: int) -> int:
 
 def _checked_group_size(qweight: Tensor, scales: Tensor, mins: Tensor) -> int:
     """The group size of three tensors that fit together."""
-    if qweight.dtype != torch.uint8 or qweight.ndim != 2:
-        raise KernelArgumentError(f"qweight is {qweight.dtype} {list(qweight.shape)}; wanted: uint8 [N, K/2]")
+    if qweight.dtype != torch.uint8 or qweight.ndim != 2 or not qweight.numel():
+        raise KernelArgumentError(
+            f"qweight is {qweight.dtype} {list(qweight.shape)}; wanted: uint8 [N, K/2], not empty"
+        )
     n, k = qweight.shape[0], 2 * qweight.shape[1]
     if scales.shape != mins.shape or scales.ndim != 2 or len(scales) != n or scales.shape[1] == 0:
         raise KernelArgumentError(

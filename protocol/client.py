@@ -474,6 +474,9 @@ class BlockingGeneration:
             return self._client._call(self._generation.__anext__())
         except StopAsyncIteration:
             raise StopIteration from None
+        except KeyboardInterrupt:  # it may have come before there was anything to wait for, and to cancel
+            self._generation.abandon()
+            raise
 
     def abort(self) -> None:
         """As `Generation.abort`."""

@@ -99,7 +99,8 @@ class Generation:
         self._abort = abort
         self._abandon = abandon
         loop = asyncio.get_running_loop()
-        weakref.finalize(self, _abandon_soon, loop, abandon, stream).atexit = False
+        self._give_up = weakref.finalize(self, _abandon_soon, loop, abandon, stream)
+        self._give_up.atexit = False
 
     def __aiter__(self) -> Self:
         return self
@@ -110,6 +111,10 @@ class Generation:
         except asyncio.CancelledError:
             self._abandon(self._stream)
             raise
+
+    def abandon(self) -> None:
+        """Abort the request and read no more of it, from any thread, without waiting."""
+        self._give_up()
 
     async def abort(self) -> None:
         """Stop generating; the iterator then ends with a chunk whose reason is "abort". Harmless after the end."""
@@ -137,7 +142,7 @@ class Generation:
 
 
 def _abandon_soon(loop: asyncio.AbstractEventLoop, abandon: Callable[[Stream], None], stream: Stream) -> None:
-    """Called by the garbage collector, in any thread."""
+    """Called by the garbage collector or an interrupted reader, in any thread."""
     if not stream.ended:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the request with it
             loop.call_soon_threadsafe(abandon, stream)

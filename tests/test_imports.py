@@ -45,7 +45,8 @@ ALLOWED = {
     "tools/demo": ("tools", "protocol", "settings", *FRONTEND_TEXT),
     "tools/bench/kernels": ("tools", "settings", "kernels"),
     "tools/bench/kernel_cases": ("tools", "kernels", "engine_core/kv_layout"),
-    "tools/validate": ("tools", "settings", "engine_core"),
+    "tools/gpu": ("tools", "kernels"),
+    "tools/validate": ("tools", "settings", "engine_core", "kernels"),
     "tools/kernel_checks": ("engine_core/device", "engine_core/models", "engine_core/kv_layout", "kernels"),
     "tools/serve": ("tools", "protocol", "settings", "engine_core/config", "frontend/config"),
 }

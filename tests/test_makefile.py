@@ -22,9 +22,9 @@ def executable(path: Path, text: str) -> Path:
     return path
 
 
-def install(folder: Path) -> subprocess.CompletedProcess[str]:
+def install(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     python = executable(folder / "python", PYTHON)
-    command = ["make", "-C", str(folder), "-f", str(MAKEFILE), "install", f"PYTHON={python}"]
+    command = ["make", "-C", str(folder), "-f", str(MAKEFILE), "install", f"PYTHON={python}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -36,3 +36,30 @@ def test_environment_without_pip_is_made_anew(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Creating .venv (Python 3.12.0)" in done.stdout
     assert "Creating" not in install(tmp_path).stdout
+
+
+def test_another_cuda_is_installed_over_the_first_and_kept(tmp_path: Path) -> None:
+    """`make run` takes cuda12; whoever then asks for cuda13 gets it, and later calls do not go back."""
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    binaries, log = tmp_path / ".venv" / "bin", tmp_path / "log"
+    executable(binaries / "python", WORKS)
+    executable(binaries / "pip", f'#!/bin/sh\necho "$@" >>{log}\n')
+    install(tmp_path)
+    assert "dev,cuda12" in log.read_text()
+    log.write_text("")
+    install(tmp_path, "CUDA=cuda13")
+    assert "uninstall --quiet --yes cupy-cuda12x" in log.read_text()
+    assert "dev,cuda13" in log.read_text()
+    log.write_text("")
+    install(tmp_path)
+    install(tmp_path, "CUDA=cuda13")
+    assert log.read_text() == ""
+
+
+def test_a_cuda_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    done = install(tmp_path, "CUDA=12.4")
+    assert done.returncode == 2
+    assert "CUDA=12.4 is not allowed: cuda12 or cuda13" in done.stderr

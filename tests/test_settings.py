@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from coldblock.__main__ import main as program
 from coldblock.engine_core.config import EngineSettings
-from coldblock.settings import load, models_dir
+from coldblock.settings import UsageError, load, models_dir
 
 
 def engine(*argv: str) -> EngineSettings:
@@ -101,6 +101,17 @@ def test_models_dir_honours_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert models_dir() == tmp_path / "coldblock" / "models"
     monkeypatch.setenv("COLDBLOCK_MODELS_DIR", str(tmp_path / "m"))
     assert models_dir() == tmp_path / "m"
+
+
+def test_without_a_home_folder_models_dir_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    for name in ("COLDBLOCK_MODELS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(UsageError, match="set COLDBLOCK_MODELS_DIR"):
+        models_dir()
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,10 @@ def resolve_model(name_or_path: str, *, report: Report | None = None) -> Path:
     if path.exists():
         raise UsageError(f"MODEL {name_or_path}: is a file; give the checkpoint's folder")
     if name_or_path not in KNOWN_MODELS:
-        raise UsageError(f"MODEL {name_or_path!r} is neither a folder nor a known model ({', '.join(KNOWN_MODELS)})")
+        raise UsageError(
+            f"MODEL {name_or_path!r} is neither a folder nor a known model ({', '.join(KNOWN_MODELS)}); "
+            "a shape without weights, such as qwen2.5-3b, is for `coldblock bench serve --load-format dummy`"
+        )
     target = models_dir() / name_or_path
     return target if is_complete(target) else fetch_model(name_or_path, report=report or _to_stderr)
 

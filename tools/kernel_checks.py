@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +19,15 @@ from torch import Tensor
 from ..engine_core.device.kv_pool import KVPool
 from ..engine_core.kv_layout import FormatName, KVShape
 from ..engine_core.models.cuda_decoder import Attend, CudaDecoder, TokenInputs, Workspace, load_cuda_decoder
+from ..engine_core.models.cuda_linears import PackedProduct
 from ..engine_core.models.registry import ModelConfig
 from ..engine_core.models.weights import TensorSource
-from ..kernels import decode_attention, fused, prefill_attention, prefill_attention_hopper, w4
+from ..kernels import decode_attention, fused, prefill_attention, prefill_attention_hopper, sampling, w4, w4_wide
 from ..kernels.pages import HEAD_DIMS, KVPages
+from ..kernels.prefill_attention import stored_keys_and_values
+from ..kernels.sampling import PARAMETERS, parameter_row
 
+DEVICE = "cuda"
 FORMATS: tuple[FormatName, ...] = ("fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2")
 BLOCK_SIZE = 16
 LENGTHS = (1, 17, 300, 1000)
@@ -56,62 +63,142 @@ def compare(name: str, result: Tensor, reference: Tensor) -> Comparison:
     return Comparison(name, cosine, float(difference.abs().max()), float(difference.norm() / wanted.norm()))
 
 
-def kernel_comparisons(seed: int) -> Iterator[Callable[[], Comparison]]:
-    """One for each kernel, format and head dimension, computed when called."""
+def kernel_comparisons(seed: int, architecture: str) -> Iterator[Callable[[], Comparison]]:
+    """One for each kernel that this architecture has, format and head dimension, computed when called."""
     torch.manual_seed(seed)
     for dtype in (torch.float16, torch.bfloat16):
         kind = "bf16" if dtype is torch.bfloat16 else "fp16"
-        yield lambda dtype=dtype, kind=kind: _norm(f"rms_norm {kind}", dtype)
-        yield lambda dtype=dtype, kind=kind: _silu(f"silu_multiply {kind}", dtype)
+        yield partial(_embed, f"embed {kind}", dtype)
+        yield partial(_norm, f"rms_norm {kind}", dtype)
+        yield partial(_norm_rows, f"rms_norm_rows {kind}", dtype)
+        yield partial(_silu, f"silu_multiply {kind}", dtype)
         for group in (32, 128):
+            yield partial(_dequantize, f"w4_dequantize {kind}, groups of {group}", dtype, group)
             for rows in (1, 16, 64):
                 name = f"w4_linear {kind}, groups of {group}, {rows} rows"
-                yield lambda name=name, dtype=dtype, group=group, rows=rows: _linear(name, dtype, group, rows)
-    for kv_format in FORMATS:
-        for head_dim in HEAD_DIMS:
-            name = f"{kv_format}, head_dim {head_dim}"
-            yield lambda name=name, f=kv_format, d=head_dim: _decode(f"decode attention {name}", f, d)
-            yield lambda name=name, f=kv_format, d=head_dim: _prefill(f"prefill attention {name}", f, d)
+                yield partial(_linear, name, dtype, group, rows, w4.w4_linear)
+            for rows in (33, 300) if architecture == w4_wide.ARCHITECTURE else ():
+                name = f"w4_wide {kind}, groups of {group}, {rows} rows"
+                yield partial(_linear, name, dtype, group, rows, w4_wide.w4_wide_linear)
+    for kv_format, head_dim in product(FORMATS, HEAD_DIMS):
+        name = f"{kv_format}, head_dim {head_dim}"
+        yield partial(_rope, f"rotary and KV write {name}", kv_format, head_dim)
+        yield partial(_decode, f"decode attention {name}", kv_format, head_dim)
+        yield partial(_prefill, f"prefill attention {name}", kv_format, head_dim, prefill_attention.paged_prefill_mma)
+        yield partial(_prefill, f"prefill attention in splits {name}", kv_format, head_dim, _in_splits)
+        if architecture == prefill_attention_hopper.ARCHITECTURE and head_dim in prefill_attention_hopper.HEAD_DIMS:
+            attend = prefill_attention_hopper.paged_prefill_hopper
+            yield partial(_prefill, f"prefill attention by warpgroups {name}", kv_format, head_dim, attend)
+    yield partial(_sample, "sample, greedy and drawn")
+    yield partial(_penalize, "penalize")
+
+
+def _embed(name: str, dtype: torch.dtype) -> Comparison:
+    table = torch.randn(100, 2048, dtype=dtype, device=DEVICE)
+    ids, previous = (torch.randint(100, (33,), dtype=torch.int32, device=DEVICE) for _ in range(2))
+    source = torch.randint(-33, 33, (33,), dtype=torch.int32, device=DEVICE)
+    out = torch.full((33, 2048), math.nan, device=DEVICE)
+    fused.embed(ids, source, previous, table, out)
+    tokens = torch.where(source >= 0, previous[source.clamp_min(0).long()], ids)
+    return compare(name, out, table[tokens.long()])
 
 
 def _norm(name: str, dtype: torch.dtype) -> Comparison:
-    residual, weight = torch.randn(33, 2048, device="cuda"), torch.rand(2048, device="cuda")
-    out = torch.full((33, 2048), math.nan, dtype=dtype, device="cuda")
+    residual, weight = torch.randn(33, 2048, device=DEVICE), torch.rand(2048, device=DEVICE)
+    out = torch.full((33, 2048), math.nan, dtype=dtype, device=DEVICE)
     fused.rms_norm(residual, weight, 1e-6, out)
     return compare(name, out, fused.rms_norm_reference(residual.double(), weight.double(), 1e-6))
 
 
+def _norm_rows(name: str, dtype: torch.dtype) -> Comparison:
+    residual, weight = torch.randn(33, 2048, device=DEVICE), torch.rand(2048, device=DEVICE)
+    add = torch.randn(33, 2048, dtype=dtype, device=DEVICE)
+    rows = torch.randperm(33, device=DEVICE)[:9].int()
+    out = torch.full((9, 2048), math.nan, dtype=dtype, device=DEVICE)
+    fused.rms_norm_rows(residual, weight, 1e-6, rows, out, add)
+    chosen = (residual.double() + add.double())[rows.long()]
+    return compare(name, out, fused.rms_norm_reference(chosen, weight.double(), 1e-6))
+
+
 def _silu(name: str, dtype: torch.dtype) -> Comparison:
-    gate_up = torch.randn(33, 2 * 1536, dtype=dtype, device="cuda")
-    out = torch.full((33, 1536), math.nan, dtype=dtype, device="cuda")
+    gate_up = torch.randn(33, 2 * 1536, dtype=dtype, device=DEVICE)
+    out = torch.full((33, 1536), math.nan, dtype=dtype, device=DEVICE)
     fused.silu_multiply(gate_up, out)
     return compare(name, out, fused.silu_multiply_reference(gate_up.double()))
 
 
-def _linear(name: str, dtype: torch.dtype, group: int, rows: int) -> Comparison:
-    n, k = 1000, 2048
-    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
-    scales, mins = (torch.rand(n, k // group, device="cuda").half() - shift for shift in (0.0, 0.5))
-    matrix = w4.pack_w4(codes, scales, 8 * mins, "cuda")
-    x = torch.randn(rows, k, dtype=dtype, device="cuda")
-    out = torch.full((rows, n), math.nan, dtype=dtype, device="cuda")
-    w4.w4_linear(x, matrix, out)
+def _matrix(n: int, k: int, group: int) -> w4.W4Matrix:
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
+    scales, mins = (torch.rand(n, k // group, device=DEVICE).half() - shift for shift in (0.0, 0.5))
+    return w4.pack_w4(codes, scales, 8 * mins, DEVICE)
+
+
+def _dequantize(name: str, dtype: torch.dtype, group: int) -> Comparison:
+    matrix = _matrix(1000, 2048, group)
+    out = torch.full((matrix.n, matrix.k), math.nan, dtype=dtype, device=DEVICE)
+    w4.w4_dequantize(matrix, out)
+    return compare(name, out, w4.unpack_w4(matrix))
+
+
+def _linear(name: str, dtype: torch.dtype, group: int, rows: int, multiply: PackedProduct) -> Comparison:
+    matrix = _matrix(1000, 2048, group)
+    x = torch.randn(rows, matrix.k, dtype=dtype, device=DEVICE)
+    out = torch.full((rows, matrix.n), math.nan, dtype=dtype, device=DEVICE)
+    multiply(x, matrix, out)
     return compare(name, out, x.double() @ w4.unpack_w4(matrix).double().t())
 
 
-def _filled_pool(kv_format: FormatName, head_dim: int) -> tuple[KVPages, Tensor]:
-    """A pool whose blocks hold random K and V, and block tables of the sequences of LENGTHS, in no order."""
+def _tables() -> Tensor:
+    """Block tables of the sequences of LENGTHS, blocks in no order."""
     counts = [-(-length // BLOCK_SIZE) for length in LENGTHS]
-    pool = KVPool(KVShape(1, KV_HEADS, head_dim), BLOCK_SIZE, kv_format, sum(counts), 0, "cuda")
-    values = torch.randn(sum(counts) * BLOCK_SIZE, 2 * KV_HEADS, head_dim, device="cuda").cpu()
-    host = KVPool(KVShape(1, KV_HEADS, head_dim), BLOCK_SIZE, kv_format, sum(counts), 0)
-    blocks = torch.arange(sum(counts)).repeat_interleave(BLOCK_SIZE)
-    offsets = torch.arange(BLOCK_SIZE).repeat(sum(counts))[:, None]
-    host.format.write(host.layer(0), host.format.slots(host.plane_numbers(blocks), offsets), values)
-    pool.gpu.copy_(host.gpu)
     order = torch.randperm(sum(counts)).int().split(counts)
-    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True)
-    return pool.pages, tables.cuda()
+    return torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True)
+
+
+def _stored(kv_format: FormatName, values: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
+    """A pool's bytes with these K and V [tokens, 2G, D] in one layer, as the CPU stores them."""
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in LENGTHS)
+    host = KVPool(KVShape(1, KV_HEADS, values.shape[2]), BLOCK_SIZE, kv_format, num_blocks, 0)
+    host.gpu.zero_()
+    slots = host.format.slots(host.plane_numbers(blocks), offsets[:, None])
+    host.format.write(host.layer(0), slots, values.cpu().float())
+    return host.gpu.to(DEVICE)
+
+
+def _pages(kv_format: FormatName, pool: Tensor, head_dim: int) -> KVPages:
+    assert kv_format != "fp32"
+    return KVPages(pool, kv_format, BLOCK_SIZE, 1, KV_HEADS, head_dim)
+
+
+def _filled_pool(kv_format: FormatName, head_dim: int) -> tuple[KVPages, Tensor]:
+    """A pool whose blocks hold random K and V, and block tables."""
+    tables = _tables()
+    count = (int(tables.max()) + 1) * BLOCK_SIZE
+    values = torch.randn(count, 2 * KV_HEADS, head_dim)
+    pool = _stored(kv_format, values, torch.arange(count) // BLOCK_SIZE, torch.arange(count) % BLOCK_SIZE)
+    return _pages(kv_format, pool, head_dim), tables.to(DEVICE)
+
+
+def _rope(name: str, kv_format: FormatName, head_dim: int) -> Comparison:
+    """Rotated queries, then K and V as they are stored, of one token for each position of the longest sequence."""
+    tables, longest = _tables(), max(LENGTHS)
+    row = torch.full((longest,), LENGTHS.index(longest), dtype=torch.int32)
+    positions = torch.randperm(longest).int()
+    qkv = torch.randn(longest, (HEADS + 2 * KV_HEADS) * head_dim).to(_activation(kv_format))
+    bias = torch.randn(qkv.shape[1]).to(qkv.dtype)
+    angles = torch.rand(longest, head_dim // 2) * 2 * math.pi
+    rotary = torch.stack((angles.cos(), angles.sin()), -1)
+    q, k, v = fused.rope_reference(qkv, bias, rotary, positions, HEADS, KV_HEADS)
+    blocks = tables[row[0], positions.long() // BLOCK_SIZE]
+    wanted = _stored(kv_format, torch.cat((k, v), 1), blocks.long(), positions.long() % BLOCK_SIZE)
+    pages = _pages(kv_format, torch.zeros_like(wanted), head_dim)
+    q_out = torch.full((longest, HEADS, head_dim), math.nan, dtype=qkv.dtype, device=DEVICE)
+    inputs = [x.to(DEVICE) for x in (qkv, bias, rotary, positions, row, tables)]
+    fused.rope_and_write(*inputs, pages, 0, HEADS, q_out)
+    table = tables[row[0]].to(DEVICE)
+    pools = (pages, _pages(kv_format, wanted, head_dim))
+    found, stored = (torch.cat(stored_keys_and_values(each, 0, table, longest)).flatten() for each in pools)
+    return compare(name, torch.cat((q_out.float().flatten(), found)), torch.cat((q.to(DEVICE).flatten(), stored)))
 
 
 def _activation(kv_format: FormatName) -> torch.dtype:
@@ -120,61 +207,87 @@ def _activation(kv_format: FormatName) -> torch.dtype:
 
 def _decode(name: str, kv_format: FormatName, head_dim: int) -> Comparison:
     pages, tables = _filled_pool(kv_format, head_dim)
-    q = torch.randn(len(LENGTHS), HEADS, head_dim, dtype=_activation(kv_format), device="cuda")
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+    q = torch.randn(len(LENGTHS), HEADS, head_dim, dtype=_activation(kv_format), device=DEVICE)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     splits = decode_attention.DecodeSplits.allocate(pages, HEADS, len(LENGTHS), sum(LENGTHS))
     plan = splits.plan_for(np.array(LENGTHS, np.int32))
     splits.plan[: len(plan)].copy_(torch.from_numpy(plan))
-    out = torch.full((len(LENGTHS), HEADS * head_dim), math.nan, dtype=q.dtype, device="cuda")
+    out = torch.full((len(LENGTHS), HEADS * head_dim), math.nan, dtype=q.dtype, device=DEVICE)
     decode_attention.paged_decode(q, pages, 0, tables, lengths, splits, out)
     return compare(name, out, decode_attention.paged_decode_reference(q, pages, 0, tables, lengths))
 
 
-def _prefill(name: str, kv_format: FormatName, head_dim: int) -> Comparison:
+def _prefill(name: str, kv_format: FormatName, head_dim: int, attend: Callable[..., None]) -> Comparison:
     """Of every sequence the last tokens, up to 200, as a chunk behind what is there already."""
     pages, tables = _filled_pool(kv_format, head_dim)
     counts = [min(length, 200) for length in LENGTHS]
-    starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device="cuda")
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
-    q = torch.randn(sum(counts), HEADS, head_dim, dtype=_activation(kv_format), device="cuda")
-    out = torch.full((sum(counts), HEADS * head_dim), math.nan, dtype=q.dtype, device="cuda")
-    _native_prefill(q, pages, 0, tables, starts, lengths, max(counts), max(LENGTHS), out)
+    starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(sum(counts), HEADS, head_dim, dtype=_activation(kv_format), device=DEVICE)
+    out = torch.full((sum(counts), HEADS * head_dim), math.nan, dtype=q.dtype, device=DEVICE)
+    attend(q, pages, 0, tables, starts, lengths, max(counts), max(LENGTHS), out)
     return compare(name, out, prefill_attention.paged_prefill_reference(q, pages, 0, tables, starts, lengths))
 
 
-def _native_prefill(
-    q: Tensor, pages: KVPages, layer: int, tables: Tensor, starts: Tensor, lengths: Tensor, most: int, longest: int,
-    out: Tensor,
-) -> None:  # fmt: skip
-    """By the kernel that the engine takes on this GPU."""
-    hopper = prefill_attention_hopper.supports(pages, q.shape[1], q.dtype)
-    attend = prefill_attention_hopper.paged_prefill_hopper if hopper else prefill_attention.paged_prefill
-    attend(q, pages, layer, tables, starts, lengths, most, longest, out)
+def _in_splits(q: Tensor, pages: KVPages, *arguments: Any) -> None:
+    splits = prefill_attention.PrefillSplits(pages.head_dim, q.device)
+    prefill_attention.paged_prefill_mma(q, pages, *arguments, splits)
+
+
+def _sample(name: str) -> Comparison:
+    rows, vocab_size = 32, 5000
+    logits = torch.randn(rows, vocab_size, device=DEVICE) * 3
+    requests = [parameter_row(0.8 * (i % 2), i, i, top_k=40 * (i % 3), top_p=1 - 0.1 * (i % 5)) for i in range(rows)]
+    packed = np.array(requests, PARAMETERS)
+    parameters = torch.from_numpy(packed.view(np.int32).reshape(rows, -1)).to(DEVICE)
+    tokens, finite = (torch.full((rows,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    workspace = sampling.make_workspace(rows, vocab_size, DEVICE)
+    sampling.sample(logits, vocab_size, parameters, workspace, tokens, finite)
+    wanted, all_finite = sampling.sample_reference(logits.cpu().numpy(), vocab_size, packed)
+    both = np.concatenate((wanted, all_finite))
+    return compare(name, torch.cat((tokens, finite)), torch.from_numpy(both).to(DEVICE))
+
+
+def _penalize(name: str) -> Comparison:
+    """Repetition on all tokens that occurred, frequency and presence on those of the output."""
+    logits, (repetition, frequency, presence) = torch.randn(2, 5000), (1.3, 0.3, 0.7)
+    counts = torch.randint(0, 4, (1000,), dtype=torch.int32)
+    entries = torch.stack((torch.arange(1000) % 2, torch.randperm(5000)[:1000], counts), 1).int()
+    before = logits[entries[:, 0].long(), entries[:, 1].long()].double()
+    after = torch.where(before > 0, before / repetition, before * repetition)
+    wanted = logits.double()
+    wanted[entries[:, 0].long(), entries[:, 1].long()] = after - frequency * counts - presence * (counts > 0)
+    out, penalties = logits.to(DEVICE), torch.tensor([(repetition, frequency, presence)] * 2, device=DEVICE)
+    sampling.penalize(out, 5000, entries.to(DEVICE), penalties)
+    return compare(name, out, wanted.to(DEVICE))
 
 
 def load_model(config: ModelConfig, source: TensorSource, positions: int) -> CudaDecoder:
     """The model in fp16."""
-    return load_cuda_decoder(config, source, torch.float16, positions)
+    return load_cuda_decoder(config, source, torch.float16, positions, dense_copies=False)
 
 
 def compare_logits(decoder: CudaDecoder, token_ids: list[int], kv_format: FormatName) -> LogitsComparison:
     """Run the tokens as one prompt with native and with reference attention over pools of this format."""
     config, count = decoder.config, len(token_ids)
-    ids = torch.tensor(token_ids, dtype=torch.int32, device="cuda")
-    positions = torch.arange(count, dtype=torch.int32, device="cuda")
+    ids = torch.tensor(token_ids, dtype=torch.int32, device=DEVICE)
+    positions = torch.arange(count, dtype=torch.int32, device=DEVICE)
     none, zeros = torch.full_like(ids, -1), torch.zeros_like(ids)
-    table = torch.arange(-(-count // BLOCK_SIZE), dtype=torch.int32, device="cuda")[None]
+    table = torch.arange(-(-count // BLOCK_SIZE), dtype=torch.int32, device=DEVICE)[None]
     tokens = TokenInputs(ids, none, positions, zeros, zeros, table)
-    starts, lengths = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, count], [count]))
-    workspace = Workspace(config, decoder.dtype, count, count, decoder.scratch_elements, "cuda")
+    starts, lengths = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, count], [count]))
+    workspace = Workspace(config, decoder.dtype, count, count, decoder.scratch_elements, DEVICE)
 
     def logits(make_attend: Callable[[KVPages], Attend]) -> Tensor:
-        pool = KVPool(config.kv_shape, BLOCK_SIZE, kv_format, table.shape[1], 0, "cuda")
+        pool = KVPool(config.kv_shape, BLOCK_SIZE, kv_format, table.shape[1], 0, DEVICE)
         run = decoder.forward(tokens, pool.pages, make_attend(pool.pages), workspace)
         return decoder.logits(run, positions, workspace).double()
 
     def native(pages: KVPages) -> Attend:
-        return lambda layer, q, out: _native_prefill(q, pages, layer, table, starts, lengths, count, count, out)
+        splits = prefill_attention.PrefillSplits(pages.head_dim, ids.device)
+        return lambda layer, q, out: prefill_attention.paged_prefill(
+            q, pages, layer, table, starts, lengths, count, count, out, splits
+        )
 
     def reference(pages: KVPages) -> Attend:
         def attend(layer: int, q: Tensor, out: Tensor) -> None:

@@ -6,18 +6,23 @@ Owns: the limits, the table, the file. Does not know: how anything is computed (
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from ..engine_core.errors import EngineError
-from ..engine_core.models.registry import read_model_config
+from ..engine_core.models.registry import ModelConfig, read_model_config
 from ..settings import EXIT_FAILED, EXIT_OK, Settings, UsageError, load
 from .bench import report
 from .errors import ToolError
 from .errors import report as show_error
 from .fetch_model import resolve_model
+
+if TYPE_CHECKING:
+    from .kernel_checks import Comparison, LogitsComparison
 
 PROG = "coldblock validate"
 MOST_RELATIVE_ERROR = {"fp16": 2e-3, "bf16": 1.2e-2}
@@ -32,7 +37,9 @@ class ValidateSettings(Settings):
     model: str = Field("smollm2-135m", description="whose logits are compared: a checkpoint folder or a known name")
     tokens: int = Field(512, ge=1, le=4096, description="length of the random prompt for the logits")
     seed: int = Field(0, ge=0, description="of the random inputs")
-    out: Path | None = Field(None, description="folder for validate.json; docs/results or the current one if absent")
+    out: Path | None = Field(
+        None, description="folder for bench-validate.json; docs/results or the current one if absent"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -53,38 +60,54 @@ def run(settings: ValidateSettings) -> int:
 
     import torch
 
-    if not torch.cuda.is_available():
-        raise ToolError("there is no CUDA device here, so there is no kernel to validate")
-    from ..engine_core.models.weights import Checkpoint
-    from .kernel_checks import FORMATS, compare_logits, kernel_comparisons, load_model
+    from ..engine_core.device import cuda_support
+    from ..engine_core.device.config import ExecutorConfig
+    from .gpu import explained, require_gpu
 
-    with torch.inference_mode():
-        rows = [check() for check in kernel_comparisons(settings.seed)]
-        decoder = load_model(config, Checkpoint(config.path, "cuda"), settings.tokens)
-        torch.manual_seed(settings.seed)
-        ids = torch.randint(0, config.tokenizer_vocab_size, (settings.tokens,)).tolist()
-        logits = [compare_logits(decoder, ids, kv_format) for kv_format in FORMATS]
+    gpu = require_gpu()
+    cuda_support.refuse_unsupported(ExecutorConfig(config.path), config)
+    with torch.inference_mode(), explained():
+        rows, logits = compare_all(settings, config)
     wrong = [r.name for r in rows if not r.relative_error <= limit(r.name)] + [
         r.name for r in logits if not r.mean_kl <= MOST_KL
     ]
-    columns = ("kernel", "cosine", "max abs error", "relative error")
-    print(report.table(columns, [(r.name, f"{r.cosine:.8f}", r.max_abs_error, r.relative_error) for r in rows]))
-    columns = (settings.model, "cosine", "max abs error", "mean KL", "same top-1")
-    print()
-    print(
-        report.table(
-            columns,
-            [(r.name, f"{r.cosine:.8f}", r.max_abs_error, f"{r.mean_kl:.2e}", r.top1_agreement) for r in logits],
-        )
-    )
+    print(render(settings.model, rows, logits))
     results = {"kernels": [asdict(r) for r in rows], "logits": [asdict(r) for r in logits], "wrong": wrong}
     written = report.write(settings.out or report.default_folder(), "validate", settings.model_dump(), None, results)
     print(f"written: {written}")
     if wrong:
         print(f"{PROG}: off by more than rounding: {'; '.join(wrong)}", file=sys.stderr)
         return EXIT_FAILED
-    print(f"{len(rows)} kernels and {len(logits)} models are right on {torch.cuda.get_device_name()}")
+    print(f"{len(rows)} comparisons of kernels and {len(logits)} of models are right on {gpu}")
     return EXIT_OK
+
+
+def compare_all(settings: ValidateSettings, config: ModelConfig) -> tuple[list[Comparison], list[LogitsComparison]]:
+    """Every kernel, then the model's logits in every KV format."""
+    import torch
+
+    from ..engine_core.models.weights import Checkpoint
+    from ..kernels.loader import device_architecture
+    from .kernel_checks import DEVICE, FORMATS, compare_logits, kernel_comparisons, load_model
+
+    rows = [check() for check in kernel_comparisons(settings.seed, device_architecture())]
+    decoder = load_model(config, Checkpoint(config.path, DEVICE), settings.tokens)
+    torch.manual_seed(settings.seed)
+    ids = torch.randint(0, config.tokenizer_vocab_size, (settings.tokens,)).tolist()
+    return rows, [compare_logits(decoder, ids, kv_format) for kv_format in FORMATS]
+
+
+def render(model: str, rows: Sequence[Comparison], logits: Sequence[LogitsComparison]) -> str:
+    """The two tables."""
+    kernels = report.table(
+        ("kernel", "cosine", "max abs error", "relative error"),
+        [(r.name, f"{r.cosine:.8f}", r.max_abs_error, r.relative_error) for r in rows],
+    )
+    models = report.table(
+        (model, "cosine", "max abs error", "mean KL", "same top-1"),
+        [(r.name, f"{r.cosine:.8f}", r.max_abs_error, f"{r.mean_kl:.2e}", r.top1_agreement) for r in logits],
+    )
+    return f"{kernels}\n\n{models}"
 
 
 def limit(name: str) -> float:

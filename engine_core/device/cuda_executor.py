@@ -25,7 +25,7 @@ from ...kernels.errors import KernelError
 from ..control.plan import Chunk, SampleSpec, StepPlan, StepResult
 from ..control.sampling import Sampling
 from ..errors import EngineError, MemoryBudgetError
-from ..kv_layout import resolve_kv_cache_dtype
+from ..kv_layout import paged_kv_block_bytes, resolve_kv_cache_dtype
 from ..models.cuda_decoder import CudaDecoder, Workspace, load_cuda_decoder
 from ..models.registry import read_model_config
 from ..models.weights import Checkpoint, DummyCheckpoint
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 DEVICE = "cuda"
 DETERMINISTIC_ROWS = 64  # of every pass: hardly slower than fewer
-DENSE_COPIES_SHARE = 1 / 8  # of the free memory, at most, for dense copies of four-bit linears
 SHORT_STEP_TOKENS = 64  # a step of so few tokens runs as rows, whatever its chunks
 SHORT_STEP_CONTEXT = 16384  # unless its rows would read more tokens' K and V than this
 CAPTURED_AT_START = 256  # larger graphs are captured when they are first needed
@@ -88,7 +87,7 @@ class CudaExecutor:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         sizes = self._sizes = self._decide_sizes()
         begun = cuda_memory.start()
-        decoder = self._load_decoder(begun.free)
+        decoder = self._load_decoder(begun.free * config.gpu_memory_utilization)
         most_tokens = max(sizes.max_tokens, sizes.max_rows)
         workspace = Workspace(model, self._dtype, most_tokens, sizes.max_rows, decoder.scratch_elements, DEVICE)
         self._sampler = CudaSampler(
@@ -128,12 +127,14 @@ class CudaExecutor:
             deterministic=config.deterministic,
         )
 
-    def _load_decoder(self, free: int) -> CudaDecoder:
-        """With dense copies of four-bit linears where these would take little of the free memory."""
+    def _load_decoder(self, memory: float) -> CudaDecoder:
+        """With dense copies of four-bit linears where these would take little of the memory that may be taken."""
         config, model = self._config, self.model_config
         dummy = config.load_format == "dummy"
         source = DummyCheckpoint(model, config.seed, DEVICE) if dummy else Checkpoint(model.path, DEVICE)
-        copies = model.linear_elements * self._dtype.itemsize < free * DENSE_COPIES_SHARE
+        block_bytes = paged_kv_block_bytes(model.kv_shape, config.block_size, self.kv_format)
+        asked_for = (config.num_gpu_blocks or 0) * block_bytes
+        copies = cuda_memory.dense_copies_fit(model.linear_elements * self._dtype.itemsize, memory, asked_for)
         copies = copies and not config.deterministic  # a pass has too few rows for them
         return load_cuda_decoder(model, source, self._dtype, self._sizes.max_len, copies)
 
@@ -261,7 +262,8 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        problem = f"the model and its workspace do not fit into the GPU's free memory: {error}"
+        less = "a smaller --max-num-batched-tokens needs less workspace"
+        problem = f"the model and its workspace do not fit into the GPU's free memory; {less}: {error}"
         raise MemoryBudgetError("MODEL", problem) from error
     except KernelError as error:
         raise EngineError(str(error)) from error

@@ -13,6 +13,7 @@ from ..errors import MemoryBudgetError
 
 RESERVE_BYTES = 96 << 20  # cuBLAS workspaces, log-probabilities, kernels' code, the allocator's rounding
 GRAPH_BYTES = 4 << 20  # of a captured decode pass, as the driver keeps it
+DENSE_COPIES_SHARE = 1 / 8  # of the memory for other than asked-for KV blocks, at most
 MIB = 1 << 20
 
 
@@ -64,6 +65,12 @@ def start() -> Start:
     reserved = torch.cuda.memory_reserved()
     allowed = int(torch.cuda.get_per_process_memory_fraction() * total) - reserved
     return Start(max(0, min(free, allowed)), reserved)
+
+
+def dense_copies_fit(copies: int, memory: float, asked_for: int) -> bool:
+    """Whether dense copies of four-bit linears, `copies` bytes, are worth their place in `memory`, which the engine
+    may take and of which `asked_for` bytes are KV blocks that must fit."""
+    return copies < (memory - asked_for) * DENSE_COPIES_SHARE
 
 
 def num_blocks(memory: MemorySum, block_bytes: int, wanted: int | None, useful: int) -> int:

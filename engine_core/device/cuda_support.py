@@ -11,6 +11,7 @@ from ...kernels import loader
 from ...kernels.errors import KernelUnavailable
 from ...kernels.fused import MOST_NORM_COLUMNS
 from ...kernels.pages import HEAD_DIMS
+from ...kernels.sampling import LARGEST_VOCABULARY
 from ..errors import CheckpointError, SettingError
 from ..kv_layout import ComputeDtype
 from ..models.registry import ModelConfig
@@ -24,12 +25,12 @@ _INSTEAD = "use --device cpu"
 def why_no_cuda() -> str | None:
     """Why nothing can run on a GPU here; None when it can."""
     if torch.version.cuda is None:
-        return f"this torch ({torch.__version__}) is built without CUDA; {_INSTEAD}"
+        return f"this torch ({torch.__version__}) is built without CUDA"
     try:
         loader.device_architecture()
         loader.header_folders()
     except KernelUnavailable as error:
-        return f"{error}; or {_INSTEAD}"
+        return str(error)
     return None
 
 
@@ -52,6 +53,9 @@ def refuse_unsupported(options: ExecutorConfig, model: ModelConfig) -> None:
         supported = ", ".join(map(str, HEAD_DIMS))
         problem = f"head_dim {model.head_dim} is not supported on a GPU; supported: {supported}; {_INSTEAD}"
         raise CheckpointError(file, problem)
+    if model.tokenizer_vocab_size > LARGEST_VOCABULARY:
+        problem = f"a vocabulary of {model.tokenizer_vocab_size} tokens is not supported on a GPU"
+        raise CheckpointError(file, f"{problem}; supported: up to {LARGEST_VOCABULARY}; {_INSTEAD}")
     for name, width, most in (
         ("hidden_size", model.hidden_size, MOST_NORM_COLUMNS),
         ("intermediate_size", model.intermediate_size, model.intermediate_size),

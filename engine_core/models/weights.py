@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...kernels.errors import KernelArgumentError
 from ..errors import CheckpointError
 from .cpu_builder import CpuBuilder, LoadOptions
 from .layers import Decoder, DecoderLayer, Int8Weight, pair_order, rotary_table
@@ -251,24 +252,39 @@ class _Loader(Generic[LinearT, EmbeddingT]):
         bias = self._stacked_bias(names, rows, needs_bias)
         if order is not None:
             weight, bias = _reorder(weight, order), None if bias is None else bias[order.to(bias.device)]
-        return self._builder.linear(weight, bias)
+        try:
+            return self._builder.linear(weight, bias)
+        except KernelArgumentError as error:
+            raise CheckpointError(self._config.path, f"{', '.join(names)}: {error}") from error
 
     def _weight(self, name: str, rows: int, columns: int) -> Tensor | W4Weight:
         if f"{name}.qweight" not in self._source:
             return self._source.tensor(f"{name}.weight", [rows, columns])
         groups = [rows, columns // self._group_size(columns)]
         return W4Weight(
-            self._source.tensor(f"{name}.qweight", [rows, columns // 2]),
+            self._codes(name, [rows, columns // 2], torch.uint8),
             self._source.tensor(f"{name}.scales", groups),
             self._source.tensor(f"{name}.mins", groups),
         )
 
+    def _codes(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        codes = self._source.tensor(f"{name}.qweight", shape)
+        if codes.dtype is not dtype:
+            problem = f"tensor {name}.qweight has the wrong dtype {codes.dtype}, wanted: {dtype}"
+            raise CheckpointError(self._config.path, problem)
+        return codes
+
     def _group_size(self, columns: int) -> int:
+        """Columns that share a scale; all of them where the checkpoint says so."""
         quantization = self._config.quantization
         if quantization is None:
             file = self._config.path / "config.json"
             raise CheckpointError(file, "there are quantized tensors but no quantization_config")
-        return columns if quantization.group_size < 1 else quantization.group_size
+        size = columns if quantization.group_size < 1 else quantization.group_size
+        if columns % size:
+            file = self._config.path / "config.json"
+            raise CheckpointError(file, f"group_size {size} does not divide a matrix's {columns} columns")
+        return size
 
     def _stacked_bias(self, names: Sequence[str], rows: Sequence[int], needed: bool) -> Tensor | None:
         present = [needed or f"{name}.bias" in self._source for name in names]
@@ -299,9 +315,7 @@ class _Loader(Generic[LinearT, EmbeddingT]):
         if f"{name}.qweight" not in self._source or f"{name}.mins" in self._source:
             return self._weight(name, rows, columns)
         groups = [rows, columns // self._group_size(columns)]
-        return Int8Weight(
-            self._source.tensor(f"{name}.qweight", [rows, columns]), self._source.tensor(f"{name}.scales", groups)
-        )
+        return Int8Weight(self._codes(name, [rows, columns], torch.int8), self._source.tensor(f"{name}.scales", groups))
 
 
 def _stack(weights: Sequence[Tensor | W4Weight]) -> Tensor | W4Weight:

@@ -287,7 +287,8 @@ def test_a_second_engine_on_the_same_endpoint_is_refused(engine: EngineProcess, 
     ],
 )
 def test_a_wrong_value_ends_in_one_line(model: Path, flags: tuple[str, ...], named: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "coldblock", "engine", str(model), "--load-format", "dummy", *flags]
+    device = () if "--device" in flags else ("--device", "cpu")
+    command = [sys.executable, "-m", "coldblock", "engine", str(model), "--load-format", "dummy", *device, *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     lines = result.stderr.strip().splitlines()

@@ -10,9 +10,11 @@ import pytest
 import torch
 from coldblock.engine_core import main
 from coldblock.engine_core.config import EngineSettings
+from coldblock.engine_core.device import cuda_support
 from coldblock.engine_core.kv_layout import KVShape
 from coldblock.engine_core.models.registry import read_model_config
 from coldblock.settings import UsageError, load
+from tiny_models import save_tiny
 
 MIB = 1 << 20
 
@@ -48,6 +50,19 @@ def test_a_folder_comes_before_a_shape(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_gpu_that_is_not_there_is_refused_by_its_flag(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--device: 'cuda' is not allowed: .*use --device cpu"):
         main.load_executor(settings("model", "--device", "cuda"), tmp_path)
+
+
+def test_auto_says_why_it_takes_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_support, "why_no_cuda", lambda: "CuPy is missing: install it")
+    save_tiny(tmp_path)
+    caplog.set_level("INFO")
+    for device, said in (("cpu", False), ("auto", True)):
+        caplog.clear()
+        executor = main.load_executor(settings("tiny", "--device", device, "--num-gpu-blocks", "4"), tmp_path)
+        executor.close()
+        assert ("--device auto takes the CPU: CuPy is missing: install it" in caplog.messages) == said
 
 
 def line(**sizes: Any) -> str:

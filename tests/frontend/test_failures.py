@@ -217,7 +217,8 @@ def test_a_failure_in_mid_stream_becomes_an_error_event(model_folder: Path) -> N
 
 
 def test_one_choice_that_fails_ends_all(model_folder: Path) -> None:
-    scripts = iter([[Finished("error", usage(), error="no")], byte_ids("ab" * 200)])
+    # fails late enough that the other choice has been submitted
+    scripts = iter([[*byte_ids("ab" * 12), Finished("error", usage(), error="no")], byte_ids("ab" * 200)])
     with (
         fake_engine(model_folder, lambda prompt: iter(next(scripts)), delay_s=0.02) as engine,
         serving(engine) as server,

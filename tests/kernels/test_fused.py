@@ -12,6 +12,7 @@ from coldblock.engine_core.device.kv_pool import KVPool
 from coldblock.engine_core.kv_layout import KVShape
 from coldblock.engine_core.models.layers import pair_order
 from coldblock.kernels import fused, reference
+from coldblock.kernels import pages as pages_module
 from coldblock.kernels.errors import KernelArgumentError
 from coldblock.kernels.loader import Variant
 from coldblock.kernels.pages import KVPages
@@ -73,6 +74,25 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         )
 
 
+def test_no_layer_outside_of_the_pool_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fused, pages_module):
+        monkeypatch.setattr(module, "check_tensor", lambda *_, **__: None)
+    monkeypatch.setattr(fused, "load", lambda *_, **__: pytest.fail("launched"))
+    pages = KVPages(torch.zeros(1, 3 * 2 * 16 * 64 * 2, dtype=torch.uint8), "fp16", 16, 3, 1, 64)
+    x = torch.zeros(2, 6 * 64, dtype=torch.float16)
+    for layer in (-1, 3):
+        with pytest.raises(KernelArgumentError, match=f"layer is {layer}; the pool has layers 0 to 2"):
+            fused.rope_and_write(x, None, x, x, x, x, pages, layer, 4, x)
+
+
+def test_a_pool_that_is_not_on_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "check_tensor", lambda *_, **__: None)
+    pages = KVPages(torch.zeros(1, 2 * 16 * 64 * 2, dtype=torch.uint8), "fp16", 16, 1, 1, 64)
+    x = torch.zeros(2, 6 * 64, dtype=torch.float16)
+    with pytest.raises(KernelArgumentError, match="pool is on cpu"):
+        fused.rope_and_write(x, None, x, x, x, x, pages, 0, 4, x)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_wrappers_ask_for_variants_that_they_declare(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Variant] = []
@@ -85,7 +105,8 @@ def test_the_wrappers_ask_for_variants_that_they_declare(dtype: torch.dtype, mon
         return Recorded()
 
     monkeypatch.setattr(fused, "load", record)
-    monkeypatch.setattr(fused, "check_tensor", lambda *_, **__: None)
+    for module in (fused, pages_module):
+        monkeypatch.setattr(module, "check_tensor", lambda *_, **__: None)
     x, single = torch.zeros(2, 16, dtype=dtype), torch.zeros(2, 16)
     ids = torch.zeros(2, dtype=torch.int32)
     fused.embed(ids, ids, ids, x, single)

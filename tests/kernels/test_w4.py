@@ -82,6 +82,9 @@ def test_packing_refuses() -> None:
     ones = torch.ones(64, 4)
     with pytest.raises(KernelArgumentError, match="uint8"):
         pack_w4(qweight.int(), ones, ones, "cpu")
+    for empty in (qweight[:, :0], qweight[:0], qweight.flatten(), qweight[0, 0]):
+        with pytest.raises(KernelArgumentError, match=r"qweight is .*wanted: uint8 \[N, K/2\]"):
+            pack_w4(empty, ones, ones, "cpu")
     with pytest.raises(KernelArgumentError, match="do not fit"):
         pack_w4(qweight, ones, ones[:32], "cpu")
     with pytest.raises(KernelArgumentError, match="groups of 32"):

@@ -211,6 +211,18 @@ def test_missing_matplotlib_is_said_before_measuring(
     assert "coldblock[tools]" in capsys.readouterr().err
 
 
+def test_flags_that_no_shell_could_read_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        serve.main(["--engine-flags=--model 'open"])
+    assert exit_code.value.code == 2
+    assert "--engine-flags: " in capsys.readouterr().err
+
+
+def test_a_shape_without_weights_says_how_to_measure_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--model=qwen2.5-3b"]) == 2
+    assert "--load-format dummy" in capsys.readouterr().err
+
+
 def test_table_aligns_and_rounds() -> None:
     assert report.table(("a", "long"), [(1, 0.123456), ("xyz", 1234.56)]).splitlines() == [
         "  a   long",

@@ -6,7 +6,7 @@ Owns: sizes, inputs, and the count of bytes and operations of each case. Does no
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ...engine_core.kv_layout import KVShape, paged_kv_block_bytes
-from ...kernels import decode_attention, fused, prefill_attention, prefill_attention_hopper, sampling, w4
+from ...kernels import decode_attention, fused, prefill_attention, sampling, w4
 from ...kernels.pages import FORMAT_NUMBERS, KVPages, PageFormat
-from ..errors import ToolError
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, GROUP = 36, 2048, 16, 2, 128, 11008, 151936, 128
 BLOCK_SIZE = 16
@@ -37,35 +36,33 @@ POOL_LAYERS = 4  # of a decode case's pool: more than a GPU's cache holds at the
 class Case:
     """`calls` do the same on different data; bytes and operations are of one of them."""
 
-    name: str
-    calls: list[Callable[[], Any]]
+    calls: Sequence[Callable[[], Any]]
     bytes_moved: float
     flops: float
 
 
-def require_gpu() -> str:
-    """The GPU's name. Raises ToolError without one."""
-    if not torch.cuda.is_available():
-        raise ToolError("this benchmark needs a CUDA device, and torch sees none")
-    return torch.cuda.get_device_name()
-
-
-def all_cases() -> Iterator[Callable[[], Case]]:
-    """Every case, made when it is its turn, so that only one's memory is taken at a time."""
+def all_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
+    """Every case's name, and what makes it: only one's memory is to be taken at a time."""
     for rows in BATCHES:
-        yield functools.partial(linears, rows)
-    yield dequantize
+        yield f"W4 linears of all layers, {rows} rows", functools.partial(linears, rows)
+    yield "dequantize gate_up", dequantize
     for kv_format in FORMAT_NUMBERS:
         for sequences, context in DECODE:
-            yield functools.partial(decode, kv_format, sequences, context)
+            yield (
+                f"decode attention {kv_format}, {sequences} x {context}",
+                functools.partial(decode, kv_format, sequences, context),
+            )
     for kv_format in FORMAT_NUMBERS:
         for sequences, tokens in PREFILL:
-            yield functools.partial(prefill, kv_format, sequences, tokens)
+            yield (
+                f"prefill attention {kv_format}, {sequences} x {tokens}",
+                functools.partial(prefill, kv_format, sequences, tokens),
+            )
     for tokens in (1, 64, 8192):
-        yield functools.partial(norm, tokens)
-        yield functools.partial(silu, tokens)
+        yield f"rms_norm and add, {tokens} rows", functools.partial(norm, tokens)
+        yield f"silu_multiply, {tokens} rows", functools.partial(silu, tokens)
     for rows in (1, 64, 256):
-        yield functools.partial(greedy, rows)
+        yield f"greedy sampling, {rows} rows", functools.partial(greedy, rows)
 
 
 @functools.cache
@@ -95,7 +92,7 @@ def linears(rows: int) -> Case:
 
     weights = sum(matrix.nbytes for layers in matrices.values() for matrix in layers)
     elements = LAYERS * sum(n * k for n, k in LINEARS.values())
-    return Case(f"W4 linears of all layers, {rows} rows", [step], weights, 2.0 * rows * elements)
+    return Case([step], weights, 2.0 * rows * elements)
 
 
 def dequantize() -> Case:
@@ -103,7 +100,7 @@ def dequantize() -> Case:
     matrices, (n, k) = _matrices()["gate_up"][:8], LINEARS["gate_up"]
     out = torch.empty(n, k, dtype=torch.float16, device="cuda")
     calls = [functools.partial(w4.w4_dequantize, matrix, out) for matrix in matrices]
-    return Case("dequantize gate_up", calls, matrices[0].nbytes + out.nbytes, 0.0)
+    return Case(calls, matrices[0].nbytes + out.nbytes, 0.0)
 
 
 def _pages(kv_format: PageFormat, blocks: int, layers: int) -> KVPages:
@@ -134,8 +131,7 @@ def decode(kv_format: PageFormat, sequences: int, context: int) -> Case:
         for layer in range(POOL_LAYERS)
     ]
     read = tables.numel() * 2 * KV_HEADS * pages.plane_bytes
-    name = f"decode attention {kv_format}, {sequences} x {context}"
-    return Case(name, calls, read, 4.0 * sequences * context * HEADS * HEAD_DIM)
+    return Case(calls, read, 4.0 * sequences * context * HEADS * HEAD_DIM)
 
 
 def prefill(kv_format: PageFormat, sequences: int, tokens: int) -> Case:
@@ -146,11 +142,11 @@ def prefill(kv_format: PageFormat, sequences: int, tokens: int) -> Case:
     starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * tokens
     q = torch.randn(sequences * tokens, HEADS, HEAD_DIM, dtype=_activation(kv_format), device="cuda")
     out = torch.empty(sequences * tokens, HEADS * HEAD_DIM, dtype=q.dtype, device="cuda")
-    hopper = prefill_attention_hopper.supports(pages, HEADS, q.dtype)
-    attend = prefill_attention_hopper.paged_prefill_hopper if hopper else prefill_attention.paged_prefill
-    call = functools.partial(attend, q, pages, 0, tables, starts, lengths, tokens, tokens, out)
+    splits = prefill_attention.PrefillSplits(HEAD_DIM, q.device)
+    arguments = (q, pages, 0, tables, starts, lengths, tokens, tokens, out, splits)
+    call = functools.partial(prefill_attention.paged_prefill, *arguments)
     flops = 2.0 * sequences * tokens * tokens * HEADS * HEAD_DIM  # half of all pairs
-    return Case(f"prefill attention {kv_format}, {sequences} x {tokens}", [call] * 4, 2.0 * q.nbytes, flops)
+    return Case([call] * 4, 2.0 * q.nbytes, flops)
 
 
 def _activation(kv_format: PageFormat) -> torch.dtype:
@@ -163,7 +159,7 @@ def norm(tokens: int) -> Case:
     weight = torch.ones(HIDDEN, device="cuda")
     add, out = (torch.zeros(tokens, HIDDEN, dtype=torch.float16, device="cuda") for _ in range(2))
     call = functools.partial(fused.rms_norm, residual, weight, 1e-6, out, add)
-    return Case(f"rms_norm and add, {tokens} rows", [call] * 16, 2.0 * residual.nbytes + 2.0 * out.nbytes, 0.0)
+    return Case([call] * 16, 2.0 * residual.nbytes + 2.0 * out.nbytes, 0.0)
 
 
 def silu(tokens: int) -> Case:
@@ -171,7 +167,7 @@ def silu(tokens: int) -> Case:
     gate_up = torch.randn(tokens, 2 * FFN, dtype=torch.float16, device="cuda")
     out = torch.empty(tokens, FFN, dtype=torch.float16, device="cuda")
     call = functools.partial(fused.silu_multiply, gate_up, out)
-    return Case(f"silu_multiply, {tokens} rows", [call] * 16, float(gate_up.nbytes + out.nbytes), 0.0)
+    return Case([call] * 16, float(gate_up.nbytes + out.nbytes), 0.0)
 
 
 def greedy(rows: int) -> Case:
@@ -182,4 +178,4 @@ def greedy(rows: int) -> Case:
     workspace = sampling.make_workspace(rows, VOCAB, "cuda")
     tokens, finite = (torch.empty(rows, dtype=torch.int32, device="cuda") for _ in range(2))
     call = functools.partial(sampling.sample, logits, VOCAB, parameters, workspace, tokens, finite)
-    return Case(f"greedy sampling, {rows} rows", [call] * 8, float(logits.nbytes), 0.0)
+    return Case([call] * 8, float(logits.nbytes), 0.0)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ...settings import EXIT_OK, Settings, load
+from ...settings import EXIT_OK, Settings, UsageError, load
 from ..errors import ToolError
 from ..errors import report as show_error
 from . import report
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PROG = "coldblock bench kernels"
 REPLAYS = 9
-_CEILING_BYTES = 2 << 30
+_CEILING_BYTES = 2 << 30  # or less, where a quarter of the free memory is
 _CEILING_SIZE = 8192
 
 
@@ -65,26 +65,29 @@ def main(argv: list[str]) -> int:
     settings = load(KernelsSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
     try:
         report.require_plotting()
-        return run(settings)
-    except ToolError as error:
+        from ..gpu import explained
+
+        with explained():
+            return run(settings)
+    except (ToolError, UsageError) as error:
         return show_error(PROG, error)
 
 
 def run(settings: KernelsSettings) -> int:
     """Measure the cases, then print and write."""
-    from .kernel_cases import all_cases, require_gpu
+    from ..gpu import require_gpu
+    from .kernel_cases import all_cases
 
     gpu = require_gpu()
+    chosen = [(name, make) for name, make in all_cases() if settings.only in name]
+    if not chosen:
+        raise UsageError(f"--only: {settings.only!r} is not allowed: no case has that in its name")
     ceilings = measure_ceilings()
     print(f"{gpu}: read {ceilings.read:.2f} TB/s, copy {ceilings.copy:.2f} TB/s, fp16 {ceilings.matmul:.0f} TFLOP/s")
     rows = []
-    for make in all_cases():
-        case = make()
-        if settings.only in case.name:
-            print(f"{PROG}: {case.name}", file=sys.stderr, flush=True)
-            rows.append(measure(case, ceilings))
-    if not rows:
-        raise ToolError(f"--only {settings.only!r}: no case has that in its name")
+    for name, make in chosen:
+        print(f"{PROG}: {name}", file=sys.stderr, flush=True)
+        rows.append(measure(name, make(), ceilings))
     print(render(rows))
     folder = settings.out or report.default_folder()
     results = {"gpu": gpu, "ceilings": asdict(ceilings), "cases": [asdict(row) for row in rows]}
@@ -95,28 +98,27 @@ def run(settings: KernelsSettings) -> int:
 
 
 def measure_ceilings() -> Ceilings:
-    """By a maximum over 2 GiB, a copy of 2 GiB, and a product of random 8192 x 8192 fp16 matrices."""
+    """By a maximum over up to 2 GiB, a copy of them, and a product of random 8192 x 8192 fp16 matrices."""
     import torch
 
-    source = torch.randint(0, 1 << 30, (_CEILING_BYTES // 4,), dtype=torch.int32, device="cuda")
+    size = min(_CEILING_BYTES, torch.cuda.mem_get_info()[0] // 4)
+    source = torch.randint(0, 1 << 30, (size // 4,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     read = milliseconds([lambda: torch.amax(source)])
     copy = milliseconds([lambda: target.copy_(source)])
     a, b = (torch.randn(_CEILING_SIZE, _CEILING_SIZE, dtype=torch.float16, device="cuda") for _ in range(2))
     product = milliseconds([lambda: torch.mm(a, b)] * 8)
-    return Ceilings(
-        read=_CEILING_BYTES / read / 1e9, copy=2 * _CEILING_BYTES / copy / 1e9, matmul=2e-9 * _CEILING_SIZE**3 / product
-    )
+    return Ceilings(read=size / read / 1e9, copy=2 * size / copy / 1e9, matmul=2e-9 * _CEILING_SIZE**3 / product)
 
 
-def measure(case: Case, ceilings: Ceilings) -> Measured:
+def measure(name: str, case: Case, ceilings: Ceilings) -> Measured:
     """Run one case."""
     ms = milliseconds(case.calls)
     tb, tflop = case.bytes_moved / ms / 1e9, case.flops / ms / 1e9
-    return Measured(case.name, 1e3 * ms, tb, tflop, max(tb / ceilings.read, tflop / ceilings.matmul))
+    return Measured(name, 1e3 * ms, tb, tflop, max(tb / ceilings.read, tflop / ceilings.matmul))
 
 
-def milliseconds(calls: list[Callable[[], Any]]) -> float:
+def milliseconds(calls: Sequence[Callable[[], Any]]) -> float:
     """Time of one call: the calls in one graph, the median of its replays."""
     import torch
 

@@ -63,6 +63,12 @@ class ServeSettings(Settings):
 
     _usable_endpoint = field_validator("endpoint")(usable_endpoint)
 
+    @field_validator("engine_flags")
+    @classmethod
+    def _as_a_shell_reads(cls, flags: str) -> str:
+        shlex.split(flags)
+        return flags
+
     @field_validator("concurrency", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:

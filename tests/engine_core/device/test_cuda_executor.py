@@ -366,6 +366,14 @@ def test_draws_depend_on_seed_and_place_alone(executor: CudaExecutor) -> None:
     assert len({tuple(draw("abcd", output_index=i).values()) for i in range(20)}) > 10
 
 
+def test_a_top_k_beyond_every_vocabulary_filters_nothing(executor: CudaExecutor) -> None:
+    def draw(top_k: int) -> dict[str, SampledToken]:
+        warm = Sampling(temperature=0.8, top_k=top_k)
+        return run_step(executor, [chunk(n, PROMPTS[n][:3], 0, TABLES[n], warm, seed=ord(n)) for n in "abcd"]).tokens
+
+    assert draw(2**31) == draw(2**64) == draw(0)
+
+
 def test_penalties_and_bans(executor: CudaExecutor) -> None:
     """The log-probabilities told are the model's own, before both; who shares the step is left alone."""
     prompt = PROMPTS["b"]

@@ -21,6 +21,7 @@ from coldblock.kernels import (
     checks,
     decode_attention,
     fused,
+    pages,
     prefill_attention,
     prefill_attention_hopper,
     sampling,
@@ -86,6 +87,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
+    monkeypatch.setattr(pages, "check_tensor", check_tensor)
     Recorder.launches.clear()
     clear_caches()
     for module in MODULES:

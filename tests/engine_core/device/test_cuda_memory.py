@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coldblock.engine_core.device.cuda_memory import MIB, MemorySum, num_blocks
+from coldblock.engine_core.device.cuda_memory import MIB, MemorySum, dense_copies_fit, num_blocks
 from coldblock.engine_core.errors import MemoryBudgetError
 
 SUM = MemorySum(free=4000 * MIB, share=0.9, weights=2000 * MIB, workspace=200 * MIB, graphs=40 * MIB, reserve=60 * MIB)
@@ -28,3 +28,10 @@ def test_what_does_not_fit_names_the_flag_and_the_sum(free: int, wanted: int | N
     assert caught.value.flag == flag
     for part in (f"{free:,} MiB free", "weights 2,000", "workspace 200", "graphs 40", "reserve 60"):
         assert part in str(caught.value)
+
+
+def test_dense_copies_never_take_the_place_of_what_must_fit() -> None:
+    assert dense_copies_fit(499, memory=4000, asked_for=0)
+    assert not dense_copies_fit(500, memory=4000, asked_for=0)
+    assert not dense_copies_fit(499, memory=4000, asked_for=100)
+    assert not dense_copies_fit(1, memory=4000, asked_for=5000)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from coldblock.engine_core.errors import CheckpointError
+from coldblock.engine_core.models.cuda_decoder import load_cuda_decoder
 from coldblock.engine_core.models.registry import read_model_config
 from coldblock.engine_core.models.weights import Checkpoint, DummyCheckpoint, LoadOptions, load_decoder
 from safetensors.torch import load_file, save_file
@@ -169,3 +170,35 @@ def test_quantized_tensors_without_a_quantization_config(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="no quantization_config"):
         load_decoder(read_model_config(tmp_path), Checkpoint(tmp_path), FP32)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_codes_of_another_dtype_are_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    """They would be read in silence, and be wrong."""
+    save_tiny(tmp_path)
+    quantize(tmp_path)
+    edit_tensors(tmp_path, model__layers__0__mlp__down_proj__qweight=torch.zeros(64, 48, dtype=dtype))
+    with pytest.raises(CheckpointError, match=rf"down_proj\.qweight has the wrong dtype {dtype}, wanted: torch.uint8"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("group_size", [48, 1000])
+def test_groups_that_do_not_divide_the_columns_are_named(tmp_path: Path, group_size: int) -> None:
+    save_tiny(tmp_path)
+    quantize(tmp_path)
+    quantization = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    edit_config(tmp_path, quantization_config={**quantization, "group_size": group_size})
+    config = read_model_config(tmp_path)
+    for source in (DummyCheckpoint(config, 0), Checkpoint(tmp_path)):
+        with pytest.raises(
+            CheckpointError, match=rf"config\.json: group_size {group_size} does not divide .* 64 columns"
+        ):
+            load_decoder(config, source, FP32)
+
+
+def test_weights_that_the_gpu_cannot_hold_are_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    quantize(tmp_path)
+    edit_tensors(tmp_path, model__layers__0__mlp__down_proj__scales=torch.full((64, 3), 1e9))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj: scales or mins do not fit into fp16"):
+        load_cuda_decoder(read_model_config(tmp_path), Checkpoint(tmp_path), torch.float16, 512, dense_copies=False)

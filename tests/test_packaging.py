@@ -1,0 +1,26 @@
+"""What an installed Coldblock consists of: every package, the kernels' sources, the shapes."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+
+
+def folder_of(package: str) -> Path:
+    return ROOT.joinpath(*package.split(".")[1:])
+
+
+def test_every_package_is_shipped() -> None:
+    shipped = {folder_of(package) for package in SETUPTOOLS["packages"]}
+    rooms = [folder for folder in shipped if folder.parent == ROOT]
+    assert shipped == {ROOT, *(file.parent for room in rooms for file in room.rglob("__init__.py"))}
+
+
+def test_every_kernel_source_and_shape_is_shipped() -> None:
+    patterns = SETUPTOOLS["package-data"].items()
+    shipped = {file for package, globs in patterns for glob in globs for file in folder_of(package).glob(glob)}
+    assert {file for file in (ROOT / "kernels" / "cuda").iterdir() if file.is_file()} <= shipped
+    assert set((ROOT / "engine_core" / "models" / "shapes").rglob("*.json")) <= shipped
