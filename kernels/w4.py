@@ -35,6 +35,7 @@ UNIT_ROWS, UNIT_K = 16, 64
 PADDING = 64
 SMALLEST_GROUP = 32
 _SUM_BYTES = 32 << 10  # of shared memory, for sums of more than one turn
+_NORM_BYTES = 512  # of shared memory, which the kernel reserves for sums of squares: 16 slices of 8 rows
 _PACKED_AT_ONCE = 16 << 20  # bytes of codes: bounds the temporaries of packing
 
 
@@ -133,19 +134,37 @@ def unpack_w4(matrix: W4Matrix) -> Tensor:
     return weights
 
 
-def w4_linear(x: Tensor, matrix: W4Matrix, out: Tensor, *, bias: Tensor | None = None, silu: bool = False) -> None:
+@dataclass(frozen=True, slots=True)
+class RowNorm:
+    """x / sqrt(mean(x^2) + eps) * weight of every row x [k]; `weight` fp32 [k]."""
+
+    weight: Tensor
+    eps: float
+
+
+def w4_linear(
+    x: Tensor,
+    matrix: W4Matrix,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    silu: bool = False,
+    add: bool = False,
+    norm: RowNorm | None = None,
+) -> None:
     """out [M, n] = x [M, k] W^T + bias [n], all in one activation type; with `silu`, out [M, n/2] = silu(gate) * up.
 
-    For `silu` the matrix rows are gate and up in turns of 8. Any M works, few are fast. Raises KernelArgumentError.
+    For `silu` the matrix rows are gate and up in turns of 8. With `add`, out is fp32 and the product is added to it,
+    unrounded. With `norm`, x is fp32, and its rows are normalised and rounded to the type of out before the product:
+    only where `takes_norm`. `add` stands alone. Any M works, few are fast. Raises KernelArgumentError.
     """
-    width = matrix.n // 2 if silu else matrix.n
-    if silu and matrix.n % UNIT_ROWS:
-        raise KernelArgumentError(f"n is {matrix.n}; gate and up in turns of 8 rows need a multiple of {UNIT_ROWS}")
-    check_tensor("x", x, ACTIVATIONS, (("M", None), ("k", matrix.k)))
-    tokens = x.shape[0]
-    check_tensor("out", out, x.dtype, (("M", tokens), ("n/2" if silu else "n", width)), alignment=2)
+    check_epilogue(matrix, silu, add)
+    if add and norm is not None:
+        raise KernelArgumentError("norm and add are both given; allowed: one of them")
+    activation = _checked_activation(x, matrix, out, silu, add, norm)
     if bias is not None:
-        check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
+        check_tensor("bias", bias, activation, (("n", matrix.n),), alignment=2)
+    tokens = x.shape[0]
     if not tokens:
         return
     units, groups = matrix.codes.shape[1], matrix.scales.shape[1]
@@ -153,12 +172,47 @@ def w4_linear(x: Tensor, matrix: W4Matrix, out: Tensor, *, bias: Tensor | None =
     plan = _plan(form, tokens, matrix.n, units, matrix.group_size)
     sizes = (tokens, matrix.n, matrix.k, units, groups, _group_shift(matrix))
     division = (plan.pair_shift, plan.chunk_steps, plan.rounds_at_once)
-    load("w4_linear", ACTIVATION_BF16=int(x.dtype == torch.bfloat16), **form.macros(), **plan.step.macros()).launch(
+    purpose = {"ACTIVATION_BF16": int(activation is torch.bfloat16), "ADD": int(add), "NORM": int(norm is not None)}
+    load("w4_linear", **purpose, **form.macros(), **plan.step.macros()).launch(
         plan.grid,
         form.warps * 32,
-        (x, matrix.codes, matrix.scales, bias, out, *sizes, int(silu), *division),
+        (
+            *(x, matrix.codes, matrix.scales, bias, out, *sizes, int(silu), *division),
+            *(() if norm is None else (norm.weight, float(norm.eps))),
+        ),
         plan.shared_bytes,
     )
+
+
+def takes_norm(matrix: W4Matrix, rows: int) -> bool:
+    """Whether `w4_linear` can normalise so many rows of x: few, if a block holds all of them."""
+    form = _form(rows, matrix.n, matrix.k)
+    units = matrix.codes.shape[1]
+    return form.takes_norm and _plan(form, rows, matrix.n, units, matrix.group_size).holds_x
+
+
+def check_epilogue(matrix: W4Matrix, silu: bool, add: bool) -> None:
+    """Refuse what no product does with its results."""
+    if silu and matrix.n % UNIT_ROWS:
+        raise KernelArgumentError(f"n is {matrix.n}; gate and up in turns of 8 rows need a multiple of {UNIT_ROWS}")
+    if silu and add:
+        raise KernelArgumentError("silu and add are both given; allowed: one of them")
+
+
+def _checked_activation(
+    x: Tensor, matrix: W4Matrix, out: Tensor, silu: bool, add: bool, norm: RowNorm | None
+) -> torch.dtype:
+    """The type that is multiplied: that of x, or of out where x is yet to be normalised."""
+    check_tensor("x", x, ACTIVATIONS if norm is None else torch.float32, (("M", None), ("k", matrix.k)))
+    rows, width = x.shape[0], ("n/2", matrix.n // 2) if silu else ("n", matrix.n)
+    if norm is None:
+        check_tensor("out", out, torch.float32 if add else x.dtype, (("M", rows), width), alignment=4 if add else 2)
+        return x.dtype
+    check_tensor("out", out, ACTIVATIONS, (("M", rows), width), alignment=2)
+    check_tensor("norm.weight", norm.weight, torch.float32, (("k", matrix.k),))
+    if not takes_norm(matrix, rows):
+        raise KernelArgumentError(f"norm is given for {rows} rows of k={matrix.k}; allowed: where takes_norm says so")
+    return out.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +236,11 @@ class _Form:
     def warps(self) -> int:
         """Of a block."""
         return self.teams * self.slices
+
+    @property
+    def takes_norm(self) -> bool:
+        """Every warp of a block has a slice of its own, and all of K lies in one block."""
+        return self.token_tiles == self.teams == self.cluster == 1
 
     def macros(self) -> dict[str, int]:
         return {
@@ -238,14 +297,20 @@ _LARGE_FORMS = tuple(dict.fromkeys(form for table in _TABLES for forms in table.
 VARIANTS = (
     *variants("w4_dequantize", ACTIVATION_BF16=(0, 1)),
     *(
-        Variant("w4_linear", {"ACTIVATION_BF16": bf16, **form.macros(), **step.macros()}, architectures)
+        Variant(
+            "w4_linear",
+            {"ACTIVATION_BF16": bf16, "ADD": add, "NORM": norm, **form.macros(), **step.macros()},
+            architectures,
+        )
         for bf16 in (0, 1)
+        for add, norm in ((0, 0), (1, 0), (0, 1))
         for step in _STEPS
         for forms, architectures in (
             (_SMALL_FORMS.values(), ("sm_80", "sm_86", "sm_89", "sm_120")),
             (_LARGE_FORMS, ("sm_90a", "sm_100")),
         )
         for form in forms
+        if form.takes_norm or not norm
     ),
 )
 
@@ -275,6 +340,8 @@ class _Plan:
     chunk_steps: int
     rounds_at_once: int
     shared_bytes: int
+    holds_x: bool
+    """Whether a block's part of x is in shared memory as a whole."""
 
 
 @functools.cache
@@ -301,11 +368,12 @@ def _plan(form: _Form, tokens: int, n: int, units: int, group_size: int) -> _Pla
         return fixed + (max(sum_bytes, x_and_sums) if rounds == 1 else sum_bytes + x_and_sums)
 
     slice_steps = -(-(units // step.units) // (form.cluster * form.slices))
-    limit = _properties().shared_memory_per_block_optin
+    limit = _properties().shared_memory_per_block_optin - _NORM_BYTES
     fitting = max(chunk for chunk in range(1, slice_steps + 1) if chunk == 1 or shared_bytes(chunk) <= limit)
     chunk_steps = -(-slice_steps // -(-slice_steps // fitting))  # equal chunks
     grid = (clusters * form.cluster, -(-tokens // form.tokens))
-    return _Plan(step, grid, pair_shift, chunk_steps, rounds_at_once, shared_bytes(chunk_steps))
+    holds_x = chunk_steps == slice_steps
+    return _Plan(step, grid, pair_shift, chunk_steps, rounds_at_once, shared_bytes(chunk_steps), holds_x)
 
 
 def _rounds(form: _Form, row_blocks: int) -> tuple[int, int]:

@@ -9,8 +9,12 @@
 //
 // Codes are multiplied as they stand; a group's fp32 sum is scaled, and its minimum enters by the group's sum of x.
 //
+// ADD: `out` is fp32, and the product is added to it. NORM: x is fp32, and its rows' RMS norms are multiplied, which every
+// block computes for itself; it must hold all of x at once.
+//
 // Macros: TOKEN_TILES (8 tokens each), ROW_TILES (16 rows of W each), TEAMS, SLICES, CLUSTER, STAGES, STEP_UNITS (64 k each,
-// all in one group, or in STEP_SCALES = 2 groups of 32); RESIDENT, the blocks whose registers shall fit on a multiprocessor.
+// all in one group, or in STEP_SCALES = 2 groups of 32); RESIDENT, the blocks whose registers shall fit on a multiprocessor;
+// ADD; NORM.
 // Block: TEAMS * SLICES * 32. Grid: (CLUSTER * any, ceil(tokens / TOKENS)).
 #include "mma.cuh"
 #include "w4.cuh"
@@ -30,6 +34,18 @@ constexpr int X_PADDING = 8;                                  // keeps ldmatrix 
 constexpr bool ALONE = SLICES * CLUSTER == 1;                 // a warp has the whole sum
 
 static_assert(TEAMS == 1 || SLICES < 16, "every slice has a barrier");
+static_assert(!NORM || TEAMS * TOKEN_TILES * CLUSTER == 1, "a warp normalises its slice, and a block has all slices");
+
+#if ADD
+using Result = float;
+#else
+using Result = Activation;
+#endif
+#if NORM
+using Input = float;
+#else
+using Input = Activation;
+#endif
 
 struct Shape {
     int n, k, units, groups, group_shift;
@@ -123,6 +139,80 @@ struct WeightStream {
     }
 };
 
+// Sums over the warp of `count` numbers a lane, a power of two: number lane / (WARP / count) is this lane's.
+template <int count, int offset = WARP / 2> __device__ __forceinline__ float warp_sums(const float (&x)[count]) {
+    constexpr int KEPT = (count + 1) / 2;
+    const bool upper = threadIdx.x & offset;
+    float kept[KEPT];
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        const float own = upper ? x[count - KEPT + i] : x[i], other = upper ? x[i] : x[count - KEPT + i];
+        kept[i] = own + __shfl_xor_sync(0xffffffffu, other, offset);
+    }
+    if constexpr (offset == 1) return kept[0];
+    else return warp_sums<KEPT, offset / 2>(kept);
+}
+
+// A slice's columns of fp32 rows that are to be normalised, in passes of four neighbouring columns a lane. The last pass
+// is the first to be scaled, as its numbers are still at hand then; with one pass nothing is read twice.
+struct RawRows {
+    static constexpr int PASS_K = 4 * WARP;
+    const float *x, *weight;  // at this lane's column of the first pass
+    int count, k, existing, passes;
+    float inverse_k;
+    float4 values[TOKENS], scale;
+
+    // Reads a part of the weight, and nothing that a kernel writes.
+    __device__ __forceinline__ RawRows(const float *x, const float *weight, int count, int k, int first, int columns)
+        : x(x + first + threadIdx.x % WARP * 4), weight(weight + first + threadIdx.x % WARP * 4), count(count), k(k),
+          existing(min(columns, k - first) - int(threadIdx.x % WARP) * 4), passes(max(1, (columns + PASS_K - 1) / PASS_K)),
+          inverse_k(1.f / k) {
+        read_scale(passes - 1);
+    }
+
+    __device__ __forceinline__ bool exists(int pass) const { return pass * PASS_K < existing; }
+
+    __device__ __forceinline__ void read_scale(int pass) {
+        scale = exists(pass) ? *reinterpret_cast<const float4 *>(weight + pass * PASS_K) : float4{};
+    }
+
+    // Past the L1, as another kernel has just written them.
+    __device__ __forceinline__ void read_values(int pass) {
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++) {
+            if (i >= count) break;
+            values[i] = exists(pass) ? __ldcg(reinterpret_cast<const float4 *>(x + i * k + pass * PASS_K)) : float4{};
+        }
+    }
+
+    // 1 / sqrt(mean of x^2 + eps) over the whole row of token `lane % TOKENS`. The order of the sum does not depend on other
+    // tokens. All warps of the block meet.
+    __device__ __forceinline__ float factor(float eps) {
+        __shared__ float squares[SLICES][TOKENS];
+        const int lane = threadIdx.x % WARP;
+        float sums[TOKENS] = {};
+#pragma unroll 1
+        for (int pass = 0; pass < passes; pass++) {
+            read_values(pass);
+#pragma unroll
+            for (int i = 0; i < TOKENS; i++) {
+                if (i >= count) break;
+                const float4 v = values[i];
+                sums[i] += fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w);
+            }
+        }
+        const float sum = warp_sums(sums);
+        if (lane % (WARP / TOKENS) == 0) squares[threadIdx.x / WARP][lane / (WARP / TOKENS)] = sum;
+        __syncthreads();
+        float total = 0.f;
+#pragma unroll
+        for (int i = 0; i < SLICES; i += WARP / TOKENS) total += squares[i + lane / TOKENS][lane % TOKENS];
+#pragma unroll
+        for (int offset = TOKENS; offset < WARP; offset *= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
+        return rsqrtf(fmaf(total, inverse_k, eps));
+    }
+};
+
 // A slice's columns of x in shared memory, and their sums over every span of SPAN_K that shares a scale.
 struct Tokens {
     Activation *x;            // [tokens][row]
@@ -165,6 +255,32 @@ struct Tokens {
         sync_slice();
         sum(steps * STEP_SCALES, team);
         sync_slice();
+    }
+
+    // All of the slice at once, normalised; columns that do not exist are zero.
+    __device__ __forceinline__ void stage(RawRows &raw, float eps, int steps) {
+        const float factor = raw.factor(eps);
+#pragma unroll 1
+        for (int pass = raw.passes - 1; pass >= 0; pass--) {
+            if (pass + 1 < raw.passes) {
+                raw.read_scale(pass);
+                raw.read_values(pass);
+            }
+            const int column = pass * RawRows::PASS_K + threadIdx.x % WARP * 4;
+#pragma unroll
+            for (int i = 0; i < TOKENS; i++) {
+                if (i >= count) break;
+                const float4 v = raw.values[i];
+                const float own = __shfl_sync(0xffffffffu, factor, i);
+                Activation results[4] = {
+                    from_float<Activation>(v.x * (own * raw.scale.x)), from_float<Activation>(v.y * (own * raw.scale.y)),
+                    from_float<Activation>(v.z * (own * raw.scale.z)), from_float<Activation>(v.w * (own * raw.scale.w))};
+                if (column < steps * STEP_K) *reinterpret_cast<uint2 *>(x + i * row + column) = *reinterpret_cast<uint2 *>(results);
+            }
+        }
+        __syncwarp();
+        sum(steps * STEP_SCALES, 0);
+        __syncwarp();
     }
 
     // By products with ones: a column is a span of a token, all rows hold its sum.
@@ -249,9 +365,13 @@ __device__ __forceinline__ void multiply(Accumulators &acc, const uint8 *stage, 
     }
 }
 
+__device__ __forceinline__ void put(Activation *to, float value) { *to = from_float<Activation>(value); }
+// Atomic so that nobody waits for the old value. One thread of the kernel adds to an element, so the order is fixed.
+__device__ __forceinline__ void put(float *to, float value) { atomicAdd(to, value); }
+
 // Sums of rows g and g + 8 for two tokens, and where they belong. Elements of a turn: [ROW_PAIRS][1 << pair_shift].
 struct Output {
-    Activation *out;
+    Result *out;
     const Activation *bias;
     const Shape &shape;
     int tokens, pair_shift;
@@ -262,12 +382,12 @@ struct Output {
             if (row < shape.n) upper += to_float(bias[row]);
             if (row + 8 < shape.n) lower += to_float(bias[row + 8]);
         }
-        Activation *to = out + size_t(first_token() + token) * (shape.silu ? shape.n / 2 : shape.n);
+        Result *to = out + size_t(first_token() + token) * (shape.silu ? shape.n / 2 : shape.n);
         if (shape.silu) {
-            if (row < shape.n) to[row / 16 * 8 + row % 8] = from_float<Activation>(upper / (1.f + __expf(-upper)) * lower);
+            if (row < shape.n) put(to + row / 16 * 8 + row % 8, upper / (1.f + __expf(-upper)) * lower);
         } else {
-            if (row < shape.n) to[row] = from_float<Activation>(upper);
-            if (row + 8 < shape.n) to[row + 8] = from_float<Activation>(lower);
+            if (row < shape.n) put(to + row, upper);
+            if (row + 8 < shape.n) put(to + row + 8, lower);
         }
     }
 
@@ -336,16 +456,20 @@ __device__ __forceinline__ void hand_over(const Accumulators &acc, float4 *sums,
 
 // `pair_shift`: 2 << pair_shift is at least the tokens of a block. `chunk_steps` steps of a slice of x are held at once, all
 // of them if they fit. After `rounds_at_once` rounds, a power of two, sums are added; where there is one round only, they
-// lie where x was.
+// lie where x was. Only NORM has `norm_weight` and `eps`.
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(THREADS, RESIDENT)
-w4_linear(const Activation *x, const uint8 *codes, const uint8 *scales, const Activation *bias, Activation *out,
+w4_linear(const Input *x, const uint8 *codes, const uint8 *scales, const Activation *bias, Result *out,
           int total_tokens, int n, int k, int units, int groups, int group_shift, int silu,
-          int pair_shift, int chunk_steps, int rounds_at_once) {
+          int pair_shift, int chunk_steps, int rounds_at_once
+#if NORM
+          , const float *norm_weight, float eps
+#endif
+) {
     let_next_kernel_start();
     if constexpr (CLUSTER > 1) cluster_arrive();
     extern __shared__ __align__(16) uint8 shared[];
     const int warp = threadIdx.x / WARP, team = warp / SLICES, slice = warp % SLICES;
-    const Shape shape = {n, k, units, groups, group_shift, silu != 0};
+    const Shape shape = {n, k, units, groups, group_shift, !ADD && silu != 0};
     const int steps = units / STEP_UNITS, part = cluster_rank() * SLICES + slice;
     const int begin = steps * part / (CLUSTER * SLICES), end = steps * (part + 1) / (CLUSTER * SLICES);
     const int turns = shape.turns(), rounds = (turns + TEAMS - 1) / TEAMS;
@@ -363,14 +487,22 @@ w4_linear(const Activation *x, const uint8 *codes, const uint8 *scales, const Ac
                   min(TOKENS, total_tokens - first_token()), x_row, pair_shift + 1);
     const Output output = {out, bias, shape, tokens.count, pair_shift};
 
+#if NORM
+    RawRows raw(x, norm_weight, tokens.count, k, begin * STEP_K, (end - begin) * STEP_K);
     wait_for_previous_kernel();
+    tokens.stage(raw, eps, end - begin);
+#else
+    wait_for_previous_kernel();
+#endif
     if constexpr (CLUSTER > 1) cluster_wait();  // all blocks run: their memory may be written to
     for (int round = 0; round < rounds; round++) {
         const int slot = round & (rounds_at_once - 1), turn = round * TEAMS + team;
         Accumulators acc = {};
         for (int chunk = begin; chunk < end; chunk += chunk_steps) {
             const int chunk_end = min(chunk + chunk_steps, end);
+#if !NORM
             if (round == 0 || end - begin > chunk_steps) tokens.stage(x + size_t(first_token()) * k, k, chunk, chunk_end - chunk, team);
+#endif
             if (turn >= turns) continue;
 #pragma unroll 1
             for (int step = chunk; step < chunk_end; step++) {
