@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from .checks import ACTIVATIONS, check_tensor
-from .errors import KernelArgumentError, KernelUnavailable
+from .errors import KernelUnavailable
 from .loader import Variant, device_architecture, load, variants
 from .tensor_map import plain_map, swizzled_map
-from .w4 import UNIT_K, UNIT_ROWS, W4Matrix
+from .w4 import UNIT_K, W4Matrix, check_epilogue
 
 ARCHITECTURE = "sm_90a"
 
@@ -57,7 +57,7 @@ class Tiling:
         return min(_MOST_STAGES, room // self.stage_bytes(stage_groups))
 
     def macros(self, stage_groups: int) -> dict[str, int]:
-        """Of w4_wide.cu, but for the activation type and silu."""
+        """Of w4_wide.cu, but for the activation type and what is done with the results."""
         return {
             "STAGE_GROUPS": stage_groups,
             "WARPGROUPS": self.warpgroups,
@@ -112,11 +112,13 @@ def _all_variants() -> tuple[Variant, ...]:
         variant
         for tiling in tilings
         for stage_groups in (1, 2, 4)
+        for silu, add in ((0, 0), (1, 0), (0, 1))
         for variant in variants(
             "w4_wide",
             architectures=(ARCHITECTURE,),
             ACTIVATION_BF16=(0, 1),
-            SILU=(0, 1),
+            SILU=(silu,),
+            ADD=(add,),
             **{name: (value,) for name, value in tiling.macros(stage_groups).items()},
         )
     )
@@ -137,23 +139,24 @@ def w4_wide_linear(
     *,
     bias: Tensor | None = None,
     silu: bool = False,
+    add: bool = False,
 ) -> None:
     """out [M, n] = x [M, k] W^T + bias [n], all in one activation type; with `silu`, out [M, n/2] = silu(gate) * up.
 
-    For `silu` the matrix rows are gate and up in turns of 8. Any M works. Weights are rounded to the activation type.
-    Raises KernelArgumentError, and KernelUnavailable when the device is no SM90.
+    For `silu` the matrix rows are gate and up in turns of 8. With `add`, out is fp32 and the product is added to it,
+    unrounded. Any M works. Weights are rounded to the activation type. Raises KernelArgumentError, and
+    KernelUnavailable when the device is no SM90.
     """
     if device_architecture() != ARCHITECTURE:
         raise KernelUnavailable("w4_wide needs a device of compute capability 9.0; use w4_linear")
-    if silu and matrix.n % UNIT_ROWS:
-        raise KernelArgumentError(f"n is {matrix.n}; gate and up in turns of 8 rows need a multiple of {UNIT_ROWS}")
+    check_epilogue(matrix, silu, add)
     width = matrix.n // 2 if silu else matrix.n
     check_tensor("x", x, ACTIVATIONS, (("M", None), ("k", matrix.k)))
-    check_tensor("out", out, x.dtype, (("M", x.shape[0]), ("n/2" if silu else "n", width)))
+    check_tensor("out", out, torch.float32 if add else x.dtype, (("M", x.shape[0]), ("n/2" if silu else "n", width)))
     if bias is not None:
         check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
     if x.shape[0]:
-        _launch(_tiling(matrix, x.shape[0]), x, matrix, out, bias, silu)
+        _launch(_tiling(matrix, x.shape[0]), x, matrix, out, bias, {"SILU": int(silu), "ADD": int(add)})
 
 
 def _tiling(matrix: W4Matrix, m: int) -> Tiling:
@@ -163,13 +166,15 @@ def _tiling(matrix: W4Matrix, m: int) -> Tiling:
     return next((tiling for most, tiling in table if m <= most), _LARGEST)
 
 
-def _launch(tiling: Tiling, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
+def _launch(
+    tiling: Tiling, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, epilogue: dict[str, int]
+) -> None:
     m, (unit_rows, units), groups = x.shape[0], matrix.codes.shape[:2], matrix.scales.shape[1]
     stage_groups = 1 if groups == 1 else max(1, _STAGE_K // matrix.group_size)
     group_shift = 30 if groups == 1 else (matrix.group_size // _STAGE_K).bit_length() - 1
     stages, tile_unit_rows = tiling.stages(stage_groups), 4 * tiling.warpgroups
     bf16 = int(x.dtype == torch.bfloat16)
-    kernel = load("w4_wide", ACTIVATION_BF16=bf16, SILU=int(silu), **tiling.macros(stage_groups))
+    kernel = load("w4_wide", ACTIVATION_BF16=bf16, **epilogue, **tiling.macros(stage_groups))
     clusters = -(-m // tiling.tile_m) * -(-unit_rows // (tile_unit_rows * tiling.multicast))
     kernel.launch(
         (clusters * tiling.multicast * tiling.splits,),

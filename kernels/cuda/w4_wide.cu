@@ -7,9 +7,10 @@
 // A cluster is MULTICAST tiles that are neighbours in N, which share what they fetch of x, times SPLITS parts of K,
 // whose sums are added in the order of K. The result of a row of x depends on SPLITS, not on the other rows.
 //
-// Macros: ACTIVATION_BF16; SILU (rows of W are gate and up in turns of 8, out [M, N/2] = silu(gate) * up); STAGE_GROUPS
-// (groups in 128 k, at least 1); WARPGROUPS, TILE_M, SPLITS, MULTICAST, STAGES; BATCH, the steps of 16 k
-// that are multiplied while the next ones are converted; RESIDENT, the blocks that shall fit on one multiprocessor.
+// Macros: ACTIVATION_BF16; SILU (rows of W are gate and up in turns of 8, out [M, N/2] = silu(gate) * up), or ADD (out is
+// fp32, and the product is added to it); STAGE_GROUPS (groups in 128 k, at least 1); WARPGROUPS, TILE_M, SPLITS, MULTICAST,
+// STAGES; BATCH, the steps of 16 k that are multiplied while the next ones are converted; RESIDENT, the blocks that shall
+// fit on one multiprocessor.
 #include "tma.cuh"
 #include "w4.cuh"
 #include "wgmma.cuh"
@@ -35,10 +36,17 @@ constexpr int FRAGMENTS = TILE_M / 8;                    // an accumulator is FR
 constexpr int OUT_FRAGMENTS = OUT_ROWS / 8;
 constexpr int STAGING_STRIDE = OUT_COLUMNS + 8;  // 16 bytes more, against bank conflicts
 constexpr int EXCHANGE_BYTES = SPLITS > 1 ? TILE_M * TILE_N * 4 : 0;
-constexpr int STAGING_BYTES = OUT_ROWS * STAGING_STRIDE * 2;
+constexpr int STAGING_BYTES = ADD ? 0 : OUT_ROWS * STAGING_STRIDE * 2;
 
 static_assert(EXCHANGE_BYTES + STAGING_BYTES <= STAGES * STAGE_BYTES, "results are staged in the ring");
+static_assert(!(SILU && ADD), "silu(gate) * up is not added");
 static_assert(FRAGMENTS % SPLITS == 0 && FRAGMENTS % MULTICAST == 0, "TILE_M is divided in eights");
+
+#if ADD
+using Result = float;
+#else
+using Result = Activation;
+#endif
 
 struct Operands {
     const TensorMap &x;       // [M, K], boxes of TILE_M / MULTICAST rows x 64 k
@@ -290,9 +298,25 @@ __device__ __forceinline__ void store_results(const Activation *staging, const T
     }
 }
 
+// Adds fragments [n, m] to out [m, n]: a warp's 8 rows of n are 32 bytes beside each other. Atomic so that nobody waits for
+// the old value; one thread of the kernel adds to an element, so the order is fixed.
+__device__ __forceinline__ void add_results(const float (&d)[OUT_FRAGMENTS * 4], float upper_bias, float lower_bias, float *out,
+                                            int first_row, int rows, int column, int columns) {
+#pragma unroll
+    for (int j = 0; j < OUT_FRAGMENTS; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = first_row + j * 8 + i;
+            if (row >= rows) continue;
+            float *to = out + static_cast<long long>(row) * columns + column;
+            if (column < columns) atomicAdd(to, d[4 * j + i] + upper_bias);
+            if (column + 8 < columns) atomicAdd(to + 8, d[4 * j + 2 + i] + lower_bias);
+        }
+}
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
     w4_wide(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap codes,
-            const __grid_constant__ TensorMap scales, const Activation *bias, Activation *out, int rows, int columns, int pieces,
+            const __grid_constant__ TensorMap scales, const Activation *bias, Result *out, int rows, int columns, int pieces,
             int group_shift) {
     extern __shared__ __align__(1024) char shared[];
     uint32 base;
@@ -315,10 +339,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     multiply(tile, ring, warp, lane, d);
     consumers_meet();  // the ring is free
     add_splits(d, shared, tile, sum);
+#if ADD
+    if constexpr (SPLITS > 1) cluster_arrive();  // the others' sums have been read: not relaxed, as no use of them comes before
+    add_results(sum, upper_bias, lower_bias, out, tile.first_row + tile.split * OUT_ROWS + lane % 4 * 2, rows, column, columns);
+#else
     Activation *staging = reinterpret_cast<Activation *>(shared + EXCHANGE_BYTES);
     stage_results(sum, upper_bias, lower_bias, staging, warp, lane);
     if constexpr (SPLITS > 1) cluster_arrive_relaxed();  // the others' sums have been read
     consumers_meet();
     store_results(staging, tile, out, rows, SILU ? columns / 2 : columns);
+#endif
     if constexpr (SPLITS > 1) cluster_wait();
 }

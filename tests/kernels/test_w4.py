@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from coldblock.kernels import checks, w4
 from coldblock.kernels.errors import KernelArgumentError
-from coldblock.kernels.w4 import W4Matrix, pack_w4, unpack_w4, w4_dequantize, w4_linear
+from coldblock.kernels.fused import rms_norm, rms_norm_reference
+from coldblock.kernels.w4 import RowNorm, W4Matrix, pack_w4, takes_norm, unpack_w4, w4_dequantize, w4_linear
 from torch import Tensor
 
-TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65, 130)
+TOKENS = (1, 2, 3, 7, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 130)
+FEW_TOKENS = tuple(range(1, 9))
+EPS = 1e-5
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SHAPES = [
     (64, 128, 32),
@@ -22,6 +30,8 @@ SHAPES = [
     (200, 768, 256),
     (176, 5504, 128),
     (96, 8192, 128),
+    (2048, 11008, 128),
+    (8272, 320, 64),
     (2560, 2048, 128),
 ]
 
@@ -44,6 +54,24 @@ def assert_rounded(out: Tensor, wanted: Tensor, magnitude: Tensor) -> None:
     excess = (out.double() - wanted).abs() - allowed
     assert excess.max() <= 0, f"{(out.double() - wanted).abs().max()} off, {(excess > 0).sum()} of {out.numel()}"
     assert F.cosine_similarity(out.double().flatten(), wanted.flatten(), dim=0) > 0.9999
+
+
+def assert_added(out: Tensor, before: Tensor, product: Tensor, magnitude: Tensor) -> None:
+    """`out` is fp32 `before` plus the fp64 `product`, but for fp32 sums of terms that add up to `magnitude`."""
+    wanted = before.double() + product
+    allowed = 2.0**-23 * wanted.abs() + 2.0**-19 * magnitude + 1e-7
+    excess = (out.double() - wanted).abs() - allowed
+    assert excess.max() <= 0, f"{(out.double() - wanted).abs().max()} off, {(excess > 0).sum()} of {out.numel()}"
+
+
+def normalised(x: Tensor, norm: RowNorm, dtype: torch.dtype) -> Tensor:
+    """What is multiplied, in fp64 after its rounding."""
+    return rms_norm_reference(x.double(), norm.weight.double(), norm.eps).to(dtype).double()
+
+
+def other_roundings(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """What it takes that a few of x's numbers are rounded the other way: fp32 norms lie on the other side of a half."""
+    return 4 * 2 * ROUNDING[dtype] * x.abs().amax(1, keepdim=True) * weights.abs().amax(1)
 
 
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
@@ -87,6 +115,26 @@ def test_packing_refuses() -> None:
         pack_w4(qweight, ones * 1e6, ones, "cpu")
 
 
+@pytest.mark.parametrize(("multiprocessors", "kibibytes"), [(132, 227), (148, 227), (84, 99), (16, 163)])
+def test_every_product_fits_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, kibibytes: int
+) -> None:
+    """Shared memory, and every row of W in one cluster's turn or another's."""
+    device = SimpleNamespace(multi_processor_count=multiprocessors, shared_memory_per_block_optin=kibibytes << 10)
+    monkeypatch.setattr(w4, "_properties", lambda: device)
+    sizes = itertools.product((16, 80, 2560, 22016, 57344), (64, 128, 2048, 11008, 29568), (1, 2, 8, 9, 16, 24, 32, 64))
+    for n, k, tokens in sizes:
+        form = w4._form(tokens, n, k)
+        for group_size in (32, 64, 128):
+            plan = w4._plan.__wrapped__(form, tokens, n, k // 64, group_size)
+            reserved = 4 * form.slices * form.tokens if form.takes_norm else 0
+            assert plan.shared_bytes + reserved <= kibibytes << 10, (form, plan)
+            assert 0 < plan.grid[0] <= multiprocessors and plan.grid[0] % form.cluster == 0
+            clusters, rounds = w4._rounds(form, -(-n // (16 * form.row_tiles)))
+            assert clusters * rounds * form.teams * form.row_tiles * 16 >= n
+            assert plan.grid[1] * form.tokens >= tokens
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
@@ -119,6 +167,72 @@ def test_silu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
+def test_adding(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(n + k)
+    matrix = random_matrix(n, k, group_size, "cuda")
+    weights = unpack_w4(matrix).double()
+    for tokens in TOKENS:
+        x = torch.randn(tokens, k, device="cuda").to(dtype)
+        bias = torch.randn(n, device="cuda").to(dtype) if tokens % 2 else None
+        product = x.double() @ weights.T + (0 if bias is None else bias.double())
+        magnitude = x.double().abs() @ (weights.abs() + 0.2).T
+        before = 100 * torch.randn(tokens, n, device="cuda")
+        out = before.clone()
+        w4_linear(x, matrix, out, bias=bias, add=True)
+        assert_added(out, before, product, magnitude)
+        once = out.clone()
+        w4_linear(x, matrix, out, bias=bias, add=True)
+        assert_added(out, once, product, magnitude)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k", "group_size"), [*SHAPES, (96, 576, 32), (64, 4096, 128), (17, 3072, 64)])
+def test_normalising(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(n + k)
+    matrix = random_matrix(n, k, group_size, "cuda")
+    weights = unpack_w4(matrix).double()
+    for tokens in FEW_TOKENS:
+        if not takes_norm(matrix, tokens):
+            continue
+        norm = RowNorm(torch.rand(k, device="cuda") + 0.5, EPS)
+        x = torch.randn(tokens, k, device="cuda") * torch.logspace(-3, 4, tokens, device="cuda")[:, None]
+        bias = torch.randn(n, device="cuda").to(dtype) if tokens % 2 else None
+        rows = normalised(x, norm, dtype)
+        wanted = rows @ weights.T + (0 if bias is None else bias.double())
+        magnitude = rows.abs() @ (weights.abs() + 0.2).T + 2.0**19 * other_roundings(rows, weights, dtype)
+        out = torch.full((tokens, n), torch.nan, device="cuda", dtype=dtype)
+        before = x.clone()
+        w4_linear(x, matrix, out, bias=bias, norm=norm)
+        assert_rounded(out, wanted, magnitude)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("k", [512, 2048, 4096])
+def test_normalising_is_the_norm_and_then_the_product(k: int, dtype: torch.dtype) -> None:
+    """With silu too, and with a token that would not fit into fp16."""
+    torch.manual_seed(0)
+    matrix = random_matrix(1424, k, 128, "cuda")
+    norm = RowNorm(torch.rand(k, device="cuda") + 0.5, EPS)
+    for tokens in FEW_TOKENS:
+        assert takes_norm(matrix, tokens)
+        x = torch.randn(tokens, k, device="cuda")
+        x[-1] *= 1e6
+        rows = torch.empty(tokens, k, device="cuda", dtype=dtype)
+        rms_norm(x, norm.weight, EPS, rows)
+        for silu in (False, True):
+            out, wanted = torch.full((2, tokens, 712 if silu else 1424), torch.nan, device="cuda", dtype=dtype)
+            w4_linear(rows, matrix, wanted, silu=silu)
+            w4_linear(x, matrix, out, silu=silu, norm=norm)
+            torch.testing.assert_close(out.float(), wanted.float(), rtol=8 * ROUNDING[dtype], atol=0.05)
+            assert (out != wanted).float().mean() < 0.2  # the norm's fp32 sum has another order, so few x differ
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scale", [6e-8, 1e-4, 100.0, 60000.0])
 def test_extreme_scales(scale: float) -> None:
     torch.manual_seed(0)
@@ -133,18 +247,35 @@ def test_extreme_scales(scale: float) -> None:
 
 
 @pytest.mark.gpu
-def test_a_token_does_not_depend_on_its_company() -> None:
+@pytest.mark.parametrize(("n", "k"), [(2048, 2048), (2048, 8192), (8272, 512)])
+def test_a_token_does_not_depend_on_its_company(n: int, k: int) -> None:
     torch.manual_seed(0)
-    matrix = random_matrix(2048, 2048, 128, "cuda")
-    x = torch.randn(16, 2048, device="cuda").half()
+    matrix = random_matrix(n, k, 128, "cuda")
+    x = torch.randn(32, k, device="cuda").half()
 
     def product(rows: Tensor) -> Tensor:
-        out = torch.full((len(rows), 2048), torch.nan, device="cuda", dtype=torch.float16)
+        out = torch.full((len(rows), n), torch.nan, device="cuda", dtype=torch.float16)
         w4_linear(rows, matrix, out)
         return out
 
-    for few, many in ((1, 8), (2, 8), (5, 7), (9, 16), (11, 15)):
+    for few, many in ((1, 2), (3, 8), (5, 7), (9, 16), (11, 15), (17, 32), (24, 31)):
         assert torch.equal(product(x[:few].contiguous()), product(x[:many].contiguous())[:few])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [512, 2048, 4096])
+def test_a_normalised_token_does_not_depend_on_its_company(k: int) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(512, k, 128, "cuda")
+    norm = RowNorm(torch.rand(k, device="cuda") + 0.5, EPS)
+    x = torch.randn(8, k, device="cuda")
+    alone = torch.full((8, 512), torch.nan, device="cuda", dtype=torch.float16)
+    for row in range(8):
+        w4_linear(x[row : row + 1], matrix, alone[row : row + 1], norm=norm)
+    for tokens in FEW_TOKENS:
+        out = torch.full((tokens, 512), torch.nan, device="cuda", dtype=torch.float16)
+        w4_linear(x[8 - tokens :], matrix, out, norm=norm)
+        assert torch.equal(out, alone[8 - tokens :])
 
 
 @pytest.mark.gpu
@@ -171,6 +302,38 @@ def test_graph_of_dependent_linears(tokens: int) -> None:
         hidden.fill_(torch.nan)
         graph.replay()
         assert torch.equal(x, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+def test_graph_of_a_residual_stream(tokens: int) -> None:
+    """Every product begins while the one before runs: it must wait before it reads the residual, and before it adds."""
+    torch.manual_seed(0)
+    layers = [(random_matrix(2048, 1024, 128, "cuda"), random_matrix(1024, 1024, 128, "cuda")) for _ in range(8)]
+    norm = RowNorm(torch.rand(1024, device="cuda") + 0.5, EPS)
+    start = torch.randn(tokens, 1024, device="cuda")
+    residual, hidden = start.clone(), torch.empty(tokens, 1024, device="cuda", dtype=torch.float16)
+
+    def run(sync: bool) -> None:
+        for up, down in layers:
+            w4_linear(residual, up, hidden, silu=True, norm=norm)
+            if sync:
+                torch.cuda.synchronize()
+            w4_linear(hidden, down, residual, add=True)
+            if sync:
+                torch.cuda.synchronize()
+
+    run(sync=True)
+    wanted = residual.clone()
+    assert wanted.isfinite().all() and not torch.equal(wanted, start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(sync=False)
+    for _ in range(5):
+        residual.copy_(start)
+        hidden.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(residual, wanted)
 
 
 @pytest.mark.gpu
@@ -207,3 +370,72 @@ def test_refuses() -> None:
         w4_linear(x, matrix, out.bfloat16())
     with pytest.raises(KernelArgumentError, match="bias"):
         w4_linear(x, matrix, out, bias=torch.zeros(41, device="cuda", dtype=torch.float16))
+
+
+class Launches:
+    """In place of `loader.load`: what would be launched."""
+
+    def __init__(self) -> None:
+        self.macros: list[dict[str, int]] = []
+        self.arguments: list[tuple[object, ...]] = []
+
+    def __call__(self, source: str, **macros: int) -> Launches:
+        assert w4.Variant(source, macros).macros in [v.macros for v in w4.VARIANTS if v.source == source]
+        self.macros.append(macros)
+        return self
+
+    def launch(self, grid: object, block: object, arguments: tuple[object, ...], shared_bytes: int = 0) -> None:
+        self.arguments.append(arguments)
+
+
+@pytest.fixture(params=[(132, 227), (16, 99)])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """The wrapper as it is, on CPU tensors, for a device of so many multiprocessors and KiB of shared memory."""
+    multiprocessors, kibibytes = request.param
+    device = SimpleNamespace(multi_processor_count=multiprocessors, shared_memory_per_block_optin=kibibytes << 10)
+    recorded = Launches()
+    monkeypatch.setattr(w4, "_properties", lambda: device)
+    monkeypatch.setattr(w4, "load", recorded)
+    monkeypatch.setattr(w4, "check_tensor", lambda *args, alignment=16: checks.check_layout(*args))
+    w4._plan.cache_clear()
+    yield recorded
+    w4._plan.cache_clear()
+
+
+def test_the_forms_that_normalise_and_add(launches: Launches) -> None:
+    matrix = random_matrix(64, 2048, 128)
+    norm = RowNorm(torch.ones(2048), EPS)
+    for tokens in (*FEW_TOKENS, 9, 16, 17, 33):
+        assert takes_norm(matrix, tokens) == (tokens <= 8)
+        if tokens <= 8:
+            out = torch.empty(tokens, 64, dtype=torch.bfloat16)
+            w4_linear(torch.empty(tokens, 2048), matrix, out, norm=norm)
+            assert launches.macros[-1].items() >= {"NORM": 1, "ADD": 0, "ACTIVATION_BF16": 1}.items()
+            assert launches.arguments[-1][-2:] == (norm.weight, EPS)
+        w4_linear(torch.empty(tokens, 2048).half(), matrix, torch.empty(tokens, 64), add=True)
+        assert launches.macros[-1].items() >= {"NORM": 0, "ADD": 1, "ACTIVATION_BF16": 0}.items()
+    assert not takes_norm(random_matrix(16, 29568, 128), 8)
+
+
+def test_refuses_norms_and_sums_that_do_not_fit(launches: Launches) -> None:
+    matrix = random_matrix(64, 128, 128)
+    norm = RowNorm(torch.ones(128), EPS)
+    x, raw = torch.zeros(2, 128).half(), torch.zeros(2, 128)
+    out, residual = torch.zeros(2, 64).half(), torch.zeros(2, 64)
+    for text, arguments in (
+        ("x is torch.float16; allowed: torch.float32", {"x": x, "out": out, "norm": norm}),
+        ("x is torch.float32; allowed: torch.float16", {"x": raw, "out": out}),
+        ("out is torch.float32; allowed: torch.float16, torch.bfloat16", {"x": raw, "out": residual, "norm": norm}),
+        ("out is torch.float32; allowed: torch.float16", {"x": x, "out": residual}),
+        ("out is torch.float16; allowed: torch.float32", {"x": x, "out": out, "add": True}),
+        ("norm.weight has shape", {"x": raw, "out": out, "norm": RowNorm(torch.ones(64), EPS)}),
+        ("norm.weight is torch.float16", {"x": raw, "out": out, "norm": RowNorm(torch.ones(128).half(), EPS)}),
+        ("norm and add", {"x": raw, "out": residual, "norm": norm, "add": True}),
+        ("silu and add", {"x": x, "out": residual, "silu": True, "add": True}),
+        ("bias is torch.float32", {"x": raw, "out": out, "norm": norm, "bias": torch.zeros(64)}),
+    ):
+        with pytest.raises(KernelArgumentError, match=text):
+            w4_linear(matrix=matrix, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(KernelArgumentError, match="norm is given for 9 rows of k=128; allowed: where takes_norm"):
+        w4_linear(torch.zeros(9, 128), matrix, torch.zeros(9, 64).half(), norm=norm)
+    assert not launches.macros

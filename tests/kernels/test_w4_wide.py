@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from coldblock.kernels import w4_wide
 from coldblock.kernels.errors import KernelArgumentError, KernelError
+from coldblock.kernels.fused import rms_norm
 from coldblock.kernels.loader import device_architecture
 from coldblock.kernels.w4 import W4Matrix, pack_w4, unpack_w4
 from coldblock.kernels.w4_wide import ARCHITECTURE, w4_wide_linear
@@ -103,6 +105,64 @@ def test_silu(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_adding(dtype: torch.dtype) -> None:
+    """For each tiling; and the rows beside out stay as they are."""
+    torch.manual_seed(0)
+    for n, k, group_size in [(328, 768, 128), (33, 1088, 64), (8192, 256, 64), (328, 8192, 128)]:
+        matrix = random_matrix(n, k, group_size)
+        weights = unpack_w4(matrix).double()
+        for rows in MOST_ROWS:
+            x = torch.randn(rows, k, device="cuda").to(dtype)
+            bias = torch.randn(n, device="cuda").to(dtype) if rows % 2 else None
+            product = x.double() @ weights.T + (0 if bias is None else bias.double())
+            around = torch.randn(rows + 8, n, device="cuda")
+            wanted = around.clone().double()
+            for _ in range(2):
+                wanted[4:-4] += product
+                w4_wide_linear(x, matrix, around[4:-4], bias=bias, add=True)
+            scale = product.square().mean(-1, keepdim=True).sqrt()
+            # Weights and zeros are rounded to the activation type, sums are not.
+            error = (around.double() - wanted)[4:-4].abs()
+            assert (error <= 2 * 8 * ROUNDING[dtype] * scale).all(), f"{n} {k} {rows}: {(error / scale).max()} off"
+            assert error.norm() <= 2 * ROUNDING[dtype] * 2 * product.norm()
+            assert torch.equal(around[:4].double(), wanted[:4]) and torch.equal(around[-4:].double(), wanted[-4:])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("rows", [64, 256])
+def test_graph_of_a_residual_stream(rows: int) -> None:
+    """Every product begins while the one before runs, and must wait before it adds."""
+    torch.manual_seed(0)
+    layers = [(random_matrix(2048, 1024, 128), random_matrix(1024, 1024, 128)) for _ in range(8)]
+    weight = torch.rand(1024, device="cuda") + 0.5
+    start = torch.randn(rows, 1024, device="cuda")
+    residual = start.clone()
+    normed, hidden = torch.empty(2, rows, 1024, device="cuda", dtype=torch.float16)
+
+    def run(sync: bool) -> None:
+        for up, down in layers:
+            rms_norm(residual, weight, 1e-5, normed)
+            w4_wide_linear(normed, up, hidden, silu=True)
+            w4_wide_linear(hidden, down, residual, add=True)
+            if sync:
+                torch.cuda.synchronize()
+
+    run(sync=True)
+    wanted = residual.clone()
+    assert wanted.isfinite().all() and not torch.equal(wanted, start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(sync=False)
+    for _ in range(5):
+        residual.copy_(start)
+        graph.replay()
+        assert torch.equal(residual, wanted)
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_writes_nothing_but_out() -> None:
     torch.manual_seed(0)
     matrix = random_matrix(200, 256, 64)
@@ -169,3 +229,15 @@ def test_refuses() -> None:
         w4_wide_linear(x, matrix, out.bfloat16())
     with pytest.raises(KernelArgumentError, match="bias"):
         w4_wide_linear(x, matrix, out, bias=torch.zeros(41, device="cuda", dtype=torch.float16))
+    with pytest.raises(KernelArgumentError, match=r"out is torch\.float16; allowed: torch\.float32"):
+        w4_wide_linear(x, matrix, out, add=True)
+    with pytest.raises(KernelArgumentError, match=r"out is torch\.float32; allowed: torch\.float16"):
+        w4_wide_linear(x, matrix, out.float())
+
+
+def test_silu_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w4_wide, "device_architecture", lambda: ARCHITECTURE)
+    scales = torch.ones(64, 1)
+    matrix = pack_w4(torch.zeros(64, 64, dtype=torch.uint8), scales, scales, "cpu")
+    with pytest.raises(KernelArgumentError, match="silu and add"):
+        w4_wide_linear(torch.zeros(2, 128).half(), matrix, torch.zeros(2, 32), silu=True, add=True)
