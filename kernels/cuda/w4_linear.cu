@@ -243,11 +243,13 @@ struct Tokens {
             uint4 values[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
+                if (done + i * LOADERS >= all) break;  // few tokens: few loads
                 const int token = (first + i * LOADERS) >> shift, piece = (first + i * LOADERS) & ((1 << shift) - 1);
                 values[i] = token < count && piece < existing ? __ldcg(reinterpret_cast<const uint4 *>(from + token * k + piece * 8)) : uint4{};
             }
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
+                if (done + i * LOADERS >= all) break;
                 const int token = (first + i * LOADERS) >> shift, piece = (first + i * LOADERS) & ((1 << shift) - 1);
                 if (token < count && piece < pieces) *reinterpret_cast<uint4 *>(x + token * row + piece * 8) = values[i];
             }
