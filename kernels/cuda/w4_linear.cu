@@ -9,7 +9,7 @@
 //
 // Codes are multiplied as they stand; a group's fp32 sum is scaled, and its minimum enters by the group's sum of x.
 //
-// ADD: `out` is fp32, and the product is added to it. NORM: x is fp32, and its rows' RMS norms are multiplied. Every block
+// ADD: `out` is fp32, and the product is added to it. NORM: x is fp32, its rows' RMS norms are multiplied. Every block
 // computes them for itself, and so must hold all of x at once.
 //
 // Macros: TOKEN_TILES (8 tokens each), ROW_TILES (16 rows of W each), TEAMS, SLICES, CLUSTER, STAGES, STEP_UNITS (64 k each,

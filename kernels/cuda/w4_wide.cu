@@ -340,7 +340,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     consumers_meet();  // the ring is free
     add_splits(d, shared, tile, sum);
 #if ADD
-    if constexpr (SPLITS > 1) cluster_arrive();  // the others' sums have been read, even where nothing has used them yet
+    if constexpr (SPLITS > 1) cluster_arrive();  // the others' sums have been read, used or not yet
     const int first_row = tile.first_row + tile.split * OUT_ROWS + lane % 4 * 2;
     add_results(sum, upper_bias, lower_bias, out, first_row, rows, column, columns);
 #else
