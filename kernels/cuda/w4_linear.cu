@@ -9,12 +9,12 @@
 //
 // Codes are multiplied as they stand; a group's fp32 sum is scaled, and its minimum enters by the group's sum of x.
 //
-// ADD: `out` is fp32, and the product is added to it. NORM: x is fp32, and its rows' RMS norms are multiplied, which every
-// block computes for itself; it must hold all of x at once.
+// ADD: `out` is fp32, and the product is added to it. NORM: x is fp32, its rows' RMS norms are multiplied. Every block
+// computes them for itself, and so must hold all of x at once.
 //
 // Macros: TOKEN_TILES (8 tokens each), ROW_TILES (16 rows of W each), TEAMS, SLICES, CLUSTER, STAGES, STEP_UNITS (64 k each,
-// all in one group, or in STEP_SCALES = 2 groups of 32); RESIDENT, the blocks whose registers shall fit on a multiprocessor;
-// ADD; NORM.
+// all in one group, or in STEP_SCALES = 2 groups of 32); RESIDENT, the blocks whose registers shall fit on a
+// multiprocessor; ADD; NORM.
 // Block: TEAMS * SLICES * 32. Grid: (CLUSTER * any, ceil(tokens / TOKENS)).
 #include "mma.cuh"
 #include "w4.cuh"
@@ -35,6 +35,7 @@ constexpr bool ALONE = SLICES * CLUSTER == 1;                 // a warp has the 
 
 static_assert(TEAMS == 1 || SLICES < 16, "every slice has a barrier");
 static_assert(!NORM || TEAMS * TOKEN_TILES * CLUSTER == 1, "a warp normalises its slice, and a block has all slices");
+static_assert(!NORM || SLICES % 4 == 0, "the squares of four slices are added at a time");
 
 #if ADD
 using Result = float;
@@ -139,6 +140,13 @@ struct WeightStream {
     }
 };
 
+__device__ __forceinline__ void store4(Activation *to, const float (&values)[4]) {
+    uint2 bits;
+#pragma unroll
+    for (int i = 0; i < 4; i++) reinterpret_cast<Activation *>(&bits)[i] = from_float<Activation>(values[i]);
+    *reinterpret_cast<uint2 *>(to) = bits;
+}
+
 // Sums over the warp of `count` numbers a lane, a power of two: number lane / (WARP / count) is this lane's.
 template <int count, int offset = WARP / 2> __device__ __forceinline__ float warp_sums(const float (&x)[count]) {
     constexpr int KEPT = (count + 1) / 2;
@@ -153,8 +161,8 @@ template <int count, int offset = WARP / 2> __device__ __forceinline__ float war
     else return warp_sums<KEPT, offset / 2>(kept);
 }
 
-// A slice's columns of fp32 rows that are to be normalised, in passes of four neighbouring columns a lane. The last pass
-// is the first to be scaled, as its numbers are still at hand then; with one pass nothing is read twice.
+// A slice's columns of fp32 rows that are to be normalised, in passes of four neighbouring columns a lane. The last
+// pass is the first to be scaled, as its numbers are still at hand then; with one pass nothing is read twice.
 struct RawRows {
     static constexpr int PASS_K = 4 * WARP;
     const float *x, *weight;  // at this lane's column of the first pass
@@ -165,8 +173,8 @@ struct RawRows {
     // Reads a part of the weight, and nothing that a kernel writes.
     __device__ __forceinline__ RawRows(const float *x, const float *weight, int count, int k, int first, int columns)
         : x(x + first + threadIdx.x % WARP * 4), weight(weight + first + threadIdx.x % WARP * 4), count(count), k(k),
-          existing(min(columns, k - first) - int(threadIdx.x % WARP) * 4), passes(max(1, (columns + PASS_K - 1) / PASS_K)),
-          inverse_k(1.f / k) {
+          existing(min(columns, k - first) - int(threadIdx.x % WARP) * 4),
+          passes(max(1, (columns + PASS_K - 1) / PASS_K)), inverse_k(1.f / k) {
         read_scale(passes - 1);
     }
 
@@ -185,8 +193,8 @@ struct RawRows {
         }
     }
 
-    // 1 / sqrt(mean of x^2 + eps) over the whole row of token `lane % TOKENS`. The order of the sum does not depend on other
-    // tokens. All warps of the block meet.
+    // 1 / sqrt(mean of x^2 + eps) over the whole row of token `lane % TOKENS`. The order of the sum does not depend on
+    // other tokens. All warps of the block meet.
     __device__ __forceinline__ float factor(float eps) {
         __shared__ float squares[SLICES][TOKENS];
         const int lane = threadIdx.x % WARP;
@@ -272,12 +280,10 @@ struct Tokens {
 #pragma unroll
             for (int i = 0; i < TOKENS; i++) {
                 if (i >= count) break;
-                const float4 v = raw.values[i];
+                const float4 v = raw.values[i], s = raw.scale;
                 const float own = __shfl_sync(0xffffffffu, factor, i);
-                Activation results[4] = {
-                    from_float<Activation>(v.x * (own * raw.scale.x)), from_float<Activation>(v.y * (own * raw.scale.y)),
-                    from_float<Activation>(v.z * (own * raw.scale.z)), from_float<Activation>(v.w * (own * raw.scale.w))};
-                if (column < steps * STEP_K) *reinterpret_cast<uint2 *>(x + i * row + column) = *reinterpret_cast<uint2 *>(results);
+                const float normed[4] = {v.x * (own * s.x), v.y * (own * s.y), v.z * (own * s.z), v.w * (own * s.w)};
+                if (column < steps * STEP_K) store4(x + i * row + column, normed);
             }
         }
         __syncwarp();

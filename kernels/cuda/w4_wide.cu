@@ -7,10 +7,10 @@
 // A cluster is MULTICAST tiles that are neighbours in N, which share what they fetch of x, times SPLITS parts of K,
 // whose sums are added in the order of K. The result of a row of x depends on SPLITS, not on the other rows.
 //
-// Macros: ACTIVATION_BF16; SILU (rows of W are gate and up in turns of 8, out [M, N/2] = silu(gate) * up), or ADD (out is
-// fp32, and the product is added to it); STAGE_GROUPS (groups in 128 k, at least 1); WARPGROUPS, TILE_M, SPLITS, MULTICAST,
-// STAGES; BATCH, the steps of 16 k that are multiplied while the next ones are converted; RESIDENT, the blocks that shall
-// fit on one multiprocessor.
+// Macros: ACTIVATION_BF16; SILU (rows of W are gate and up in turns of 8, out [M, N/2] = silu(gate) * up), or ADD (out
+// is fp32, and the product is added to it); STAGE_GROUPS (groups in 128 k, at least 1); WARPGROUPS, TILE_M, SPLITS,
+// MULTICAST, STAGES; BATCH, the steps of 16 k that are multiplied while the next ones are converted; RESIDENT, the
+// blocks that shall fit on one multiprocessor.
 #include "tma.cuh"
 #include "w4.cuh"
 #include "wgmma.cuh"
@@ -298,10 +298,10 @@ __device__ __forceinline__ void store_results(const Activation *staging, const T
     }
 }
 
-// Adds fragments [n, m] to out [m, n]: a warp's 8 rows of n are 32 bytes beside each other. Atomic so that nobody waits for
-// the old value; one thread of the kernel adds to an element, so the order is fixed.
-__device__ __forceinline__ void add_results(const float (&d)[OUT_FRAGMENTS * 4], float upper_bias, float lower_bias, float *out,
-                                            int first_row, int rows, int column, int columns) {
+// Adds fragments [n, m] to out [m, n]: a warp's 8 rows of n are 32 bytes beside each other. Atomic so that nobody waits
+// for the old value; one thread of the kernel adds to an element, so the order is fixed.
+__device__ __forceinline__ void add_results(const float (&d)[OUT_FRAGMENTS * 4], float upper_bias, float lower_bias,
+                                            float *out, int first_row, int rows, int column, int columns) {
 #pragma unroll
     for (int j = 0; j < OUT_FRAGMENTS; j++)
 #pragma unroll
@@ -316,8 +316,8 @@ __device__ __forceinline__ void add_results(const float (&d)[OUT_FRAGMENTS * 4],
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
     w4_wide(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap codes,
-            const __grid_constant__ TensorMap scales, const Activation *bias, Result *out, int rows, int columns, int pieces,
-            int group_shift) {
+            const __grid_constant__ TensorMap scales, const Activation *bias, Result *out, int rows, int columns,
+            int pieces, int group_shift) {
     extern __shared__ __align__(1024) char shared[];
     uint32 base;
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(shared_address(shared)));
@@ -340,8 +340,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     consumers_meet();  // the ring is free
     add_splits(d, shared, tile, sum);
 #if ADD
-    if constexpr (SPLITS > 1) cluster_arrive();  // the others' sums have been read: not relaxed, as no use of them comes before
-    add_results(sum, upper_bias, lower_bias, out, tile.first_row + tile.split * OUT_ROWS + lane % 4 * 2, rows, column, columns);
+    if constexpr (SPLITS > 1) cluster_arrive();  // the others' sums have been read, used or not yet
+    const int first_row = tile.first_row + tile.split * OUT_ROWS + lane % 4 * 2;
+    add_results(sum, upper_bias, lower_bias, out, first_row, rows, column, columns);
 #else
     Activation *staging = reinterpret_cast<Activation *>(shared + EXCHANGE_BYTES);
     stage_results(sum, upper_bias, lower_bias, staging, warp, lane);

@@ -229,7 +229,8 @@ def test_normalising_is_the_norm_and_then_the_product(k: int, dtype: torch.dtype
             w4_linear(rows, matrix, wanted, silu=silu)
             w4_linear(x, matrix, out, silu=silu, norm=norm)
             torch.testing.assert_close(out.float(), wanted.float(), rtol=8 * ROUNDING[dtype], atol=0.05)
-            assert (out != wanted).float().mean() < 0.2  # the norm's fp32 sum has another order, so few x differ
+            # The norm's fp32 sum has another order, so a few numbers of x are rounded the other way.
+            assert (out.float() - wanted.float()).norm() <= 2 * ROUNDING[dtype] * wanted.float().norm()
 
 
 @pytest.mark.gpu
