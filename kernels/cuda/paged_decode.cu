@@ -508,13 +508,12 @@ __device__ __forceinline__ Item claim(Shared &shared, const Arguments &arguments
     int index = items;
     if (items > gridDim.x) {
         if (threadIdx.x % WARP == 0) {
-            volatile int *claimed = &shared.claimed;
             if (atomicCAS(&shared.claimed, NOT_CLAIMED, BEING_CLAIMED) == NOT_CLAIMED) {
                 const int before = atomicAdd(arguments.counters, 1);
                 if (before == items - 1) *arguments.counters = 0;  // every item's end has claimed: this is the last
-                *claimed = before + gridDim.x;
+                atomicExch(&shared.claimed, before + gridDim.x);
             }
-            while ((index = *claimed) < 0) {}
+            while ((index = atomicOr(&shared.claimed, 0)) < 0) {}
         }
         index = __shfl_sync(0xffffffffu, index, 0);
     }
