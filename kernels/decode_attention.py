@@ -1,15 +1,19 @@
-"""Attention of one query token per sequence over the paged KV pool, and how its work is cut into pieces.
+"""Attention of one query token per sequence over the paged KV pool, and how its work is cut into parts.
 
 Owns: the kernel's wrapper, `DecodeSplits` (its plan and workspace), the reference in plain torch. Does not know: who
 fills the pool, where the block tables come from, which queries belong to whom.
 
-A sequence's tokens are cut into splits of `split_tokens`; a work item is one split for one KV head's queries. The grid
-is fixed and takes the items in turn, so one captured CUDA graph serves all context lengths: the host only writes the
-plan, block tables and lengths anew. They must be written by copies or by work that ended before the kernel in front of
-this one began, as this kernel reads them before that one has ended; q and the newest K and V it reads afterwards.
+A sequence's tokens are cut into parts; a work item is one part for one KV head's queries. The grid is fixed, each block
+begins with one item and claims others as it ends, the long ones first, so that all blocks end at about the same time
+though multiprocessors do not read equally fast. One captured CUDA graph serves all context lengths: the host only
+writes the plan and the block tables anew.
 
-Reduction order: within a split it is fixed; across splits it depends on `split_tokens`. With a fixed `split_tokens`
-every sequence's result is therefore the same, bit by bit, in any batch.
+The kernel reads much before the kernel in front of it has ended. So the plan, the block tables, and the K and V of all
+tokens but a sequence's last B must be written by copies or by work that ended before that kernel began; q and the last
+tokens are read afterwards. (Rows of one pass may be neighbouring tokens of a sequence, hence B.)
+
+Reduction order: within a part it is fixed; across parts it depends on how the sequence is cut. With a fixed
+`split_tokens` every sequence's result is therefore the same, bit by bit, in any batch.
 
 B is sequences, H query heads, D the head dimension; a group is up to 8 or 16 query heads that share a KV head.
 """
@@ -34,12 +38,17 @@ from .prefill_attention import stored_keys_and_values
 DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""
 
-_SPLIT_MULTIPLE = 128
-_SPLITS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64])  # of the longest sequence
-_EXTRA_WAVES = 2  # items that splitting may add, in grids
-# What an item, and a level of the tree that merges splits, cost besides reading: in tokens that a block could read.
-_ITEM_COST, _MERGE_COST = 256, 192
-_SPLITS_OF_LEVELS = np.array([1, 8, 64])
+_TILE = 16  # tokens; parts begin at multiples of it
+_PARTS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128])  # of the longest sequence
+_SHORTEST = 128
+_FEWEST_ROUNDS, _TRIED_ROUNDS = 4, 10  # of a block, in a long part beside which there are short ones
+_EXTRA_WAVES = 6  # items that splitting may add, in grids
+# What an item, and a level of the tree that merges parts, cost besides reading: in tokens that a block could read.
+_ITEM_COST, _MERGE_COST = 64, 192
+_PARTS_OF_LEVELS = np.array([1, 16, 256])
+_SPREAD = 1.1  # how much longer the slowest multiprocessors take
+_PART_FIELDS = 6
+_L2_SHARE = 0.5  # of the L2 cache, for what is read ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +59,23 @@ class DecodeSplits:
     """
 
     plan: Tensor
-    """int32: split_tokens; [B + 1] how many splits come before each sequence, and, last, are there; [splits] whose."""
+    """int32 [1 + parts, 6], flat: the number of parts; then of each part, in the order in which they are begun, the
+    sequence, which of its parts, of how many, how many parts come before the sequence's, first token, end."""
     partials: Tensor
     """fp32 [slots, group heads, D]: what the work items of split sequences have gathered."""
     statistics: Tensor
     """fp32 [slots, group heads, 2]: their largest scores and sums of weights."""
     counters: Tensor
-    """int32 [slots]: how many parts of what is to be merged are there. Zero between calls."""
+    """int32 [1 + slots]: the claimed items; how many parts of what is to be merged are there. Zero between calls."""
     max_batch: int
     groups: int
-    """Groups of query heads, each a work item per split."""
+    """Groups of query heads, each a work item per part."""
     blocks: int
     """The grid."""
+    round_tokens: int
+    """What a block's warps take in turn before the first is due again."""
+    ahead: int
+    """Tiles per warp that are brought into the L2 cache ahead."""
     split_tokens: int | None
     """Fixed, or None where the plan may choose."""
 
@@ -75,52 +89,82 @@ class DecodeSplits:
         """
         heads, groups = _group(pages, num_heads)
         device = pages.pool.device
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        blocks = multiprocessors * _macros(False, pages.format, pages.head_dim, heads // 8)["BLOCKS_PER_SM"]
+        properties = torch.cuda.get_device_properties(device)
+        macros = _macros(False, pages.format, pages.head_dim, heads // 8, 0)
+        blocks = properties.multi_processor_count * macros["BLOCKS_PER_SM"]
+        tile_bytes = 2 * _TILE * pages.plane_bytes // pages.block_size
         fixed = DETERMINISTIC_SPLIT if deterministic else None
-        splits = max_batch + (_EXTRA_WAVES * blocks // groups if fixed is None else max_tokens // fixed)
+        parts = max_batch + (_EXTRA_WAVES * blocks // groups if fixed is None else max_tokens // fixed)
         return cls(
-            plan=torch.zeros(2 + max_batch + splits, dtype=torch.int32, device=device),
-            partials=torch.empty(splits * groups, heads, pages.head_dim, device=device),
-            statistics=torch.empty(splits * groups, heads, 2, device=device),
-            counters=torch.zeros(splits * groups, dtype=torch.int32, device=device),
+            plan=torch.zeros(_PART_FIELDS * (1 + parts), dtype=torch.int32, device=device),
+            partials=torch.empty(parts * groups, heads, pages.head_dim, device=device),
+            statistics=torch.empty(parts * groups, heads, 2, device=device),
+            counters=torch.zeros(1 + parts * groups, dtype=torch.int32, device=device),
             max_batch=max_batch,
             groups=groups,
             blocks=blocks,
+            round_tokens=macros["WARPS"] * macros["TILES"] * _TILE,
+            ahead=min(32, int(_L2_SHARE * properties.L2_cache_size / (blocks * macros["WARPS"] * tile_bytes))),
             split_tokens=fixed,
         )
 
     def plan_for(self, context_lens: np.ndarray) -> np.ndarray:
         """What to write into the beginning of `plan` for context_lens [B] (0 for a padding row)."""
-        return plan_splits(context_lens, self.groups, self.blocks, self.split_tokens)
+        if self.split_tokens is None:
+            return plan_parts(context_lens, choose_cut(context_lens, self.groups, self.blocks, self.round_tokens))
+        return plan_parts(context_lens, Cut(self.split_tokens, self.split_tokens))
 
 
-def plan_splits(context_lens: np.ndarray, groups: int, blocks: int, split_tokens: int | None = None) -> np.ndarray:
-    """The plan for context_lens [B], int32: see `DecodeSplits.plan`. Every sequence has at least one split.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Sequences are cut into long parts as often as one fits, and what is left over into short ones."""
 
-    Without `split_tokens`, the one of a few candidates that should end first on `blocks` blocks: long splits leave
-    blocks idle, short ones cost merging.
+    long: int
+    short: int
+
+
+def plan_parts(context_lens: np.ndarray, cut: Cut) -> np.ndarray:
+    """The plan for context_lens [B], int32: see `DecodeSplits.plan`. Every sequence has at least one part.
+
+    The parts of one kind are of equal length, sequence by sequence.
     """
-    lengths = np.maximum(context_lens, 1)
-    if split_tokens is None:
-        split_tokens = _choose_split_tokens(lengths.astype(float), groups, blocks)
-    splits = -(-lengths // split_tokens)
-    head = np.zeros(2 + len(lengths), np.int32)
-    head[0] = split_tokens
-    np.cumsum(splits, out=head[2:])
-    return np.concatenate([head, np.repeat(np.arange(len(lengths), dtype=np.int32), splits)])
+    longs = context_lens // cut.long
+    counts = np.maximum(longs - (longs * cut.long - context_lens) // cut.short, 1)
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    longs, counts, before, lengths = np.stack([longs, counts, np.cumsum(counts) - counts, context_lens])[:, sequences]
+    numbers = np.arange(len(sequences)) - before
+    begins, ends = (n * cut.long - np.maximum(n - longs, 0) * (cut.long - cut.short) for n in (numbers, numbers + 1))
+    ends = np.minimum(ends, lengths)
+    plan = np.zeros((1 + len(sequences), _PART_FIELDS), np.int32)
+    plan[0, 0] = len(sequences)
+    columns = np.stack([sequences, numbers, counts, before, begins, ends], axis=1)
+    plan[1:] = columns[np.argsort(begins - ends, kind="stable")]
+    return plan.ravel()
 
 
-def _choose_split_tokens(lengths: np.ndarray, groups: int, blocks: int) -> int:
-    longest = lengths.max()
-    candidates = np.ceil(longest / (_SPLITS * _SPLIT_MULTIPLE)) * _SPLIT_MULTIPLE
-    items = np.ceil(np.multiply.outer(1.0 / candidates, lengths)).sum(axis=1) * groups
-    in_waves = np.ceil(items / blocks) * (candidates + _ITEM_COST)
-    in_turn = (lengths.sum() * groups + items * _ITEM_COST) / blocks + candidates + _ITEM_COST
-    levels = np.searchsorted(_SPLITS_OF_LEVELS, np.ceil(longest / candidates))
-    cost = np.minimum(in_waves, in_turn) + levels * _MERGE_COST
-    cost[items > len(lengths) * groups + _EXTRA_WAVES * blocks] = math.inf
-    return int(candidates[cost.argmin()])
+def choose_cut(context_lens: np.ndarray, groups: int, blocks: int, round_tokens: int) -> Cut:
+    """The cut, of a few candidates, that should end first on `blocks` blocks.
+
+    Long parts leave blocks idle, short ones cost merging. So either all parts are alike, or most tokens are in long
+    parts, and the rest in short ones that blocks which end early take over.
+    """
+    longest, total = max(int(context_lens.max()), 1), int(context_lens.sum()) * groups
+    alike = np.maximum(np.ceil(longest / (_PARTS * _TILE)) * _TILE, _SHORTEST)
+    share = total // (blocks * round_tokens)
+    rounds = np.arange(max(share - _TRIED_ROUNDS, _FEWEST_ROUNDS), share + 1.0) * round_tokens
+    long = np.concatenate([alike, rounds])
+    short = np.concatenate([alike, np.full(len(rounds), max(round_tokens, _SHORTEST))])
+    longs = np.floor(np.multiply.outer(1.0 / long, context_lens + 0.5))
+    counts = longs + np.ceil((context_lens - longs * long[:, None]) / short[:, None])
+    items, long_items = np.maximum(counts, 1).sum(axis=1) * groups, longs.sum(axis=1) * groups
+    in_waves = np.ceil(items / blocks) * (_SPREAD * long + _ITEM_COST)
+    in_waves[len(alike) :] = math.inf
+    evenly = (total + items * _ITEM_COST) / blocks
+    in_turn = np.maximum(evenly, np.ceil(long_items / blocks) * (_SPREAD * long + _ITEM_COST)) + short / 2
+    cost = np.minimum(in_waves, in_turn) + np.searchsorted(_PARTS_OF_LEVELS, counts.max(axis=1)) * _MERGE_COST
+    cost[items > len(context_lens) * groups + _EXTRA_WAVES * blocks] = math.inf
+    best = cost.argmin()
+    return Cut(int(long[best]), int(short[best]))
 
 
 def paged_decode(
@@ -133,22 +177,62 @@ def paged_decode(
     1 / sqrt(D). Tensor cores work in fp16, with a bf16 pool in bf16. Raises KernelArgumentError.
     """
     check_tensor("q", q, ACTIVATIONS, (("B", None), ("H", None), ("D", pages.head_dim)))
-    batch, num_heads = q.shape[0], q.shape[1]
+    _launch(0, q.shape[1], (q, None, None), pages, layer, block_tables, context_lens, splits, out)
+
+
+def paged_decode_fresh(
+    qkv: Tensor,
+    bias: Tensor | None,
+    rotary: Tensor,
+    pages: KVPages,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    splits: DecodeSplits,
+    out: Tensor,
+) -> None:
+    """`rope_and_write` and `paged_decode` in one, the same bit by bit, where every row is another sequence.
+
+    qkv [B, (H+2G)*D], bias [(H+2G)*D] and rotary fp32 [P, D/2, 2] as `rope_and_write` takes them. Row b's token is the
+    newest, at position context_lens[b] - 1; of a padding row nothing is written. The rest is as in `paged_decode`.
+    """
+    check_tensor("qkv", qkv, ACTIVATIONS, (("B", None), ("(H+2G)*D", None)))
+    check_multiple("(H+2G)*D", qkv.shape[1], pages.head_dim)
+    num_heads = qkv.shape[1] // pages.head_dim - 2 * pages.num_kv_heads
+    if bias is not None:
+        check_tensor("bias", bias, qkv.dtype, (("(H+2G)*D", qkv.shape[1]),))
+    check_tensor("rotary", rotary, torch.float32, (("P", None), ("D/2", pages.head_dim // 2), ("cos, sin", 2)))
+    _launch(1, num_heads, (qkv, bias, rotary), pages, layer, block_tables, context_lens, splits, out)
+
+
+def _launch(
+    fresh: int,
+    num_heads: int,
+    queries: tuple[Tensor, Tensor | None, Tensor | None],
+    pages: KVPages,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    splits: DecodeSplits,
+    out: Tensor,
+) -> None:
+    q = queries[0]
+    batch = q.shape[0]
     heads, groups = _group(pages, num_heads)
     pages.check(layer)
     check_tensor("block_tables", block_tables, torch.int32, (("B", batch), ("max_blocks", None)), alignment=4)
     check_tensor("context_lens", context_lens, torch.int32, (("B", batch),), alignment=4)
     check_tensor("out", out, q.dtype, (("B", batch), ("H * D", num_heads * pages.head_dim)))
     _check_splits(splits, batch, groups, heads, pages.head_dim)
-    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8)
+    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8, fresh)
     load("paged_decode", **macros).launch(
         (splits.blocks,),
         32 * macros["WARPS"],
         (
-            *(q, pages.pool, block_tables, context_lens, splits.plan),
+            *(*queries, context_lens, pages.pool, block_tables, splits.plan),
             *(splits.partials, splits.statistics, splits.counters, out),
-            *(batch, block_tables.shape[1], num_heads, pages.num_kv_heads),
-            *(pages.block_size, pages.block_bytes, pages.layer_offset(layer)),
+            *(batch, splits.plan.numel() // _PART_FIELDS - 1, block_tables.shape[1], num_heads, pages.num_kv_heads),
+            *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), splits.ahead),
             math.log2(math.e) / math.sqrt(pages.head_dim),
         ),
     )
@@ -170,7 +254,7 @@ def _group(pages: KVPages, num_heads: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -> dict[str, int]:
+def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int, fresh: int) -> dict[str, int]:
     """`head_tiles`: eights of query heads. As many warps and tokens under way as there are registers for."""
     if 8 * head_tiles * head_dim > 1024:
         warps, blocks, tiles = 4, 2, 1
@@ -186,12 +270,15 @@ def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -
         "WARPS": warps,
         "BLOCKS_PER_SM": blocks,
         "TILES": tiles,
+        "FRESH": fresh,
     }
 
 
 VARIANTS = tuple(
-    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles))
-    for bf16, kv_format, head_dim, head_tiles in itertools.product((False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2))
+    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles, fresh))
+    for bf16, kv_format, head_dim, head_tiles, fresh in itertools.product(
+        (False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2), (0, 1)
+    )
     if head_tiles == 1 or head_dim <= 128
 )
 

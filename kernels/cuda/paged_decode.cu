@@ -6,15 +6,21 @@
 // Which dimension is which step of a product, and which token which row, is free. It is chosen so that every lane
 // loads its own fragments from global memory, in pieces of up to 16 bytes that fill whole sectors; nothing is staged.
 //
-// The grid is fixed: its blocks take work items (sequence, split, KV head) in turn. The warps of a block take the steps
-// of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the next item are
-// on their way. Splits of a sequence are merged in a tree of fixed shape, each node by the block that ends last in it.
-// So a result depends on the sequence and on split_tokens, and on nothing else.
+// A work item is a part of a sequence's tokens for one KV head. The grid is fixed: a block begins with the item of its
+// own number and then claims one after the other, as multiprocessors read at different speeds. The warps of a block
+// take the steps of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the
+// next item are on their way. Parts of a sequence are merged in a tree of fixed shape, each node by the block that ends
+// last in it. So a result depends on the sequence and on how it is cut, and on nothing else.
+//
+// With FRESH the queries, and K and V of each sequence's newest token, come as the QKV product leaves them: queries are
+// rotated as they are loaded, and the warp whose step holds that token writes it into the pool before it loads them.
 //
 // Macros, besides those of the headers: HEAD_DIM; HEAD_TILES, eights of query heads in an item; WARPS of a block and
-// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time.
+// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time; FRESH.
 #include "kv_read.cuh"
+#include "kv_write.cuh"
 #include "mma.cuh"
+#include "rope.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int HEADS = 8 * HEAD_TILES;  // query heads of one item
@@ -26,7 +32,8 @@ constexpr int STRIDE = WARPS * STEP;  // tokens from a warp's step to its next
 constexpr int PRODUCT_STEPS = D / 16;  // of Q K
 constexpr int OUTPUT_TILES = D / 16;   // of O^T, 16 dimensions each
 constexpr int WORDS_PER_STEP = 2 / PAIRS_PER_WORD;
-constexpr int FAN = 8;  // parts that a node of the tree merges
+constexpr int FAN = 16;  // parts that a node of the tree merges
+constexpr int LOADED_PARTS = 8;  // of them at a time
 
 // In K, lane 4g + t reads pieces t, t + 4, ... of the rows 2g and 2g + 1 of a tile; in V, pieces g, g + 8, ... of the
 // rows 4t to 4t + 3. A run is a piece's elements.
@@ -39,24 +46,29 @@ constexpr int KEY_RUN = KEY_PIECE / KV_ELEMENT_BYTES, VALUE_RUN = VALUE_PIECE / 
 constexpr float LOWEST = -1e38f;
 
 struct Arguments {
-    const Activation *q;  // [batch, num_heads, D]
-    const uint8 *pool;
+    const Activation *q;      // [batch, num_heads, D]; FRESH: [batch, num_heads + 2 * num_kv_heads, D]: of q, K and V
+    const Activation *bias;   // FRESH: [(num_heads + 2 * num_kv_heads) * D], or null
+    const float *rotary;      // FRESH: [positions, D / 2] (cos, sin)
+    const int *context_lens;  // FRESH: [batch]
+    uint8 *pool;
     const int *block_tables;  // [batch, max_blocks]
-    const int *context_lens;  // [batch]
-    const int *plan;          // split_tokens; [batch + 1] the splits before a sequence; [splits] a split's sequence
-    float *partials;          // [slots, HEADS, D]: what an item of several splits has gathered
+    const int *plan;          // [1 + most_parts, 6]: how many parts there are; then, part by part, what `Item` says
+    float *partials;          // [slots, HEADS, D]: what an item of several parts has gathered
     float2 *statistics;       // [slots, HEADS]: its largest score, and the sum of weights relative to that
-    int *counters;            // [slots]: how many parts of a node have ended
-    Activation *out;          // as q
-    int batch, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
+    int *counters;            // [1 + slots]: how many items have been claimed; how many children of a node have ended
+    Activation *out;          // [batch, num_heads, D]
+    int batch, most_parts, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
+    int ahead;    // tiles of a warp that are brought into the L2 cache before the previous kernel has ended
     float scale;  // includes log2(e)
 };
 
-// One block's work: `heads` query heads from `first_head` on, over the tokens [begin, end) of a sequence.
+// One block's work: `heads` query heads from `first_head` on, over the tokens [begin, end) of a sequence, which are its
+// part number `part` of `parts`. `slot` is that of the sequence's first part; the next parts' are `groups` apart.
 struct Item {
-    int sequence, split, splits, slot, groups;
+    int sequence, part, parts, slot, groups;
     int kv_head, first_head, heads;
     int begin, end;
+    int newest;  // the sequence's newest token, if it is one of the item's; else below 0
 };
 
 __device__ __forceinline__ int ceil_divide(int a, int b) { return (a + b - 1) / b; }
@@ -80,6 +92,15 @@ template <int BYTES> __device__ __forceinline__ void load(uint32 *words, const u
     }
 }
 
+constexpr int NOT_CLAIMED = -2, BEING_CLAIMED = -1;
+
+struct Shared {
+    float2 statistics[WARPS][HEADS];
+    alignas(16) float output[WARPS][HEADS][D + 4];  // + 4 spreads the heads over the banks
+    int claimed;  // the block's next item, or one of the two above
+    bool is_last;
+};
+
 // ---- Work items -----------------------------------------------------------------------------------------------------
 
 // Parts of a KV head's query heads that are items of their own; more than one where they are many.
@@ -88,27 +109,27 @@ __device__ __forceinline__ int count_chunks(const Arguments &arguments) {
 }
 
 __device__ __forceinline__ int count_items(const Arguments &arguments) {
-    return arguments.plan[1 + arguments.batch] * arguments.num_kv_heads * count_chunks(arguments);
+    return arguments.plan[0] * arguments.num_kv_heads * count_chunks(arguments);
 }
 
-// The item of that number, or one without tokens beyond the last.
+// The item of that number, or one without tokens beyond the last. Its part is looked up before `items` must be known.
 __device__ __forceinline__ Item find_item(const Arguments &arguments, int index, int items) {
     Item item = {};
-    if (index >= items) return item;
+    item.newest = -1;
     const int group_heads = arguments.num_heads / arguments.num_kv_heads, chunks = count_chunks(arguments);
-    item.slot = index;
     item.groups = arguments.num_kv_heads * chunks;
     const int unit = index / item.groups, group = index - unit * item.groups;
-    const int *starts = arguments.plan + 1, *sequences = starts + arguments.batch + 1;
-    item.sequence = sequences[unit];
-    item.split = unit - starts[item.sequence];
-    item.splits = starts[item.sequence + 1] - starts[item.sequence];
+    const int2 *part = reinterpret_cast<const int2 *>(arguments.plan) + 3 * (1 + min(unit, arguments.most_parts - 1));
+    const int2 first = part[0], second = part[1], tokens = part[2];
+    if (index >= items) return item;
+    item.sequence = first.x, item.part = first.y, item.parts = second.x;
+    item.slot = second.y * item.groups + group;
+    item.begin = tokens.x, item.end = tokens.y;
+    item.newest = item.part == item.parts - 1 ? item.end - 1 : -1;
     item.kv_head = group / chunks;
-    const int first = (group - item.kv_head * chunks) * HEADS;
-    item.first_head = item.kv_head * group_heads + first;
-    item.heads = min(HEADS, group_heads - first);
-    item.begin = item.split * arguments.plan[0];
-    item.end = min(arguments.context_lens[item.sequence], item.begin + arguments.plan[0]);
+    const int first_head = (group - item.kv_head * chunks) * HEADS;
+    item.first_head = item.kv_head * group_heads + first_head;
+    item.heads = min(HEADS, group_heads - first_head);
     return item;
 }
 
@@ -126,19 +147,26 @@ __device__ __forceinline__ int value_offset(const Arguments &arguments) {
     return arguments.num_kv_heads * plane_bytes(arguments.block_size, D);
 }
 
-// The tiles of a step. Those past the sequence's end are its last one again, so that all may be loaded.
+// K's plane of a sequence's block.
+__device__ __forceinline__ uint8 *find_plane(const Arguments &arguments, int sequence, int kv_head, uint32 block) {
+    const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
+    return arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes + arguments.layer_offset +
+           kv_head * plane_bytes(arguments.block_size, D);
+}
+
+__device__ __forceinline__ Tile find_tile(const Arguments &arguments, int sequence, int kv_head, uint32 token) {
+    const uint32 block = token / static_cast<uint32>(arguments.block_size);
+    const uint32 row = token - block * arguments.block_size;
+    const uint8 *plane = find_plane(arguments, sequence, kv_head, block);
+    return {plane + row * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * row};
+}
+
+// The tiles of a step. Those past the item's end are its last one again, so that all may be loaded.
 __device__ __forceinline__ void find_tiles(Tile (&tiles)[TILES], const Arguments &arguments, int sequence, int kv_head,
                                            int token, int end) {
-    const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-        const uint32 inside = min(token + TILE * i, (end - 1) & -TILE);
-        const uint32 block = inside / static_cast<uint32>(arguments.block_size);
-        const uint32 row = inside - block * arguments.block_size;
-        const uint8 *plane = arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes +
-                             arguments.layer_offset + kv_head * plane_bytes(arguments.block_size, D);
-        tiles[i] = {plane + row * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * row};
-    }
+    for (int i = 0; i < TILES; i++)
+        tiles[i] = find_tile(arguments, sequence, kv_head, min(token + TILE * i, (end - 1) & -TILE));
 }
 
 // The part of K and V that a lane holds. Scales are those of its two score rows, for K and for V.
@@ -185,15 +213,66 @@ __device__ __forceinline__ void load_values(Values &values, const Tile (&tiles)[
     }
 }
 
-// Brings tiles into the L2 cache, which is right at any time: what is written later is written there.
-__device__ __forceinline__ void prefetch(const Tile (&tiles)[TILES], int offset) {
-#pragma unroll
-    for (int i = 0; i < TILES; i++) {
-        for (int line = threadIdx.x % WARP * 128; line < TILE * ROW_BYTES; line += WARP * 128) {
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + line));
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + offset + line));
-        }
+// Brings the warp's first tiles, from number `first` on, into the L2 cache, a lane each. This is right at any time:
+// what is written later is written there.
+__device__ __forceinline__ void prefetch(const Arguments &arguments, const Item &item, int first) {
+#if __CUDA_ARCH__ >= 900
+    const int tile = threadIdx.x % WARP;
+    const int token = first_token(item) + tile / TILES * STRIDE + tile % TILES * TILE;
+    if (tile < first || tile >= arguments.ahead || token >= item.end) return;
+    const Tile found = find_tile(arguments, item.sequence, item.kv_head, token);
+    const int offset = value_offset(arguments);
+    for (int i = 0; i < 2; i++) {
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(found.keys + i * offset),
+                     "r"(TILE * ROW_BYTES));
+        if constexpr (KV_SCALED) asm volatile("prefetch.global.L2 [%0];" ::"l"(found.scales + i * offset));
     }
+#endif
+}
+
+// ---- What the QKV product leaves ------------------------------------------------------------------------------------
+
+// 8 neighbours of a head: with bias, and rotated unless they are V's.
+__device__ __forceinline__ void load_fresh(float (&x)[8], const Arguments &arguments, int sequence, int head,
+                                           int column) {
+    const int heads = arguments.num_heads + 2 * arguments.num_kv_heads;
+    const Activation *row = arguments.q + (static_cast<size_t>(sequence) * heads + head) * D;
+    unpack8(__ldcg(reinterpret_cast<const uint4 *>(row + column)), x);
+    if (arguments.bias != nullptr) {
+        float added[8];
+        load8(arguments.bias + head * D + column, added);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] += added[i];
+    }
+    if (head >= arguments.num_heads + arguments.num_kv_heads) return;
+    const int position = max(arguments.context_lens[sequence] - 1, 0);
+    float turns[8];
+    load8(arguments.rotary + static_cast<size_t>(position) * D + column, turns);
+    rotate(x, turns);
+}
+
+// Writes K and V of the newest token, if the step that begins with `token` has it, before the warp loads that step.
+__device__ __forceinline__ void write_newest(const Arguments &arguments, int sequence, int kv_head, int newest,
+                                             int token) {
+    if (static_cast<uint32>(newest - token) >= STEP) return;
+    constexpr int LANES = D <= 64 ? 8 : D <= 128 ? 16 : 32;  // of K or V, 8 elements each
+    const int lane = threadIdx.x % WARP, column = lane % LANES * 8;
+    const uint32 block = static_cast<uint32>(newest) / static_cast<uint32>(arguments.block_size);
+    uint8 *plane = find_plane(arguments, sequence, kv_head, block);
+    for (int i = lane / LANES; i < 2; i += WARP / LANES) {
+        float x[8] = {};
+        const int head = arguments.num_heads + i * arguments.num_kv_heads + kv_head;
+        if (column < D) load_fresh(x, arguments, sequence, head, column);
+        write_head<LANES>(plane + i * value_offset(arguments), newest - block * arguments.block_size,
+                          arguments.block_size, column, x);
+    }
+    __syncwarp();
+}
+
+// The first of an item's tokens that this kernel or the one in front of it may write; those before may be loaded early.
+__device__ __forceinline__ int first_unsettled(const Arguments &arguments, const Item &item) {
+    if constexpr (FRESH) return item.newest < 0 ? item.end : item.newest;
+    return item.end - arguments.batch;  // a pass writes a token a row
 }
 
 // ---- Queries --------------------------------------------------------------------------------------------------------
@@ -247,8 +326,16 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Arguments &
         for (int i = 0; i < PRODUCT_STEPS / 2; i++) {  // 8 neighbours are 2 steps
             const int piece = 8 * i / KEY_RUN, inside = 8 * i % KEY_RUN;
             uint4 words = {0, 0, 0, 0};
-            if (head < item.heads)
-                words = __ldcg(reinterpret_cast<const uint4 *>(row + (4 * piece + t) * KEY_RUN + inside));
+            const int column = (4 * piece + t) * KEY_RUN + inside;
+            if (head < item.heads) {
+                if constexpr (FRESH) {
+                    float x[8];
+                    load_fresh(x, arguments, item.sequence, item.first_head + head, column);
+                    store8(reinterpret_cast<Activation *>(&words), x);
+                } else {
+                    words = __ldcg(reinterpret_cast<const uint4 *>(row + column));
+                }
+            }
             pairs[2 * i][0] = words.x, pairs[2 * i][1] = words.y;
             pairs[2 * i + 1][0] = words.z, pairs[2 * i + 1][1] = words.w;
         }
@@ -416,25 +503,54 @@ __device__ __forceinline__ void multiply_values(Gathered &gathered, const Weight
     }
 }
 
-// A warp's steps of an item, of which the first is in `keys` and `values`, or on its way there. Leaves the first of
-// `next` there: as soon as a step's K or V is consumed, that of the step after it is asked for.
-__device__ __forceinline__ void attend(Gathered &gathered, Keys &keys, Values &values, const Queries &queries,
-                                       const Arguments &arguments, const Item &item, const Item &next) {
-    if (first_token(item) >= item.end && first_token(next) < next.end) {
-        Tile tiles[TILES];
-        find_tiles(tiles, arguments, next.sequence, next.kv_head, first_token(next), next.end);
-        load_keys(keys, tiles);
-        load_values(values, tiles, value_offset(arguments));
+// The block's next item, found once by the first warp to ask, for all.
+__device__ __forceinline__ Item claim(Shared &shared, const Arguments &arguments, int items) {
+    int index = items;
+    if (items > gridDim.x) {
+        if (threadIdx.x % WARP == 0) {
+            if (atomicCAS(&shared.claimed, NOT_CLAIMED, BEING_CLAIMED) == NOT_CLAIMED) {
+                const int before = atomicAdd(arguments.counters, 1);
+                if (before == items - 1) *arguments.counters = 0;  // every item's end has claimed: this is the last
+                atomicExch(&shared.claimed, before + gridDim.x);
+            }
+            while ((index = atomicOr(&shared.claimed, 0)) < 0) {}
+        }
+        index = __shfl_sync(0xffffffffu, index, 0);
+    }
+    return find_item(arguments, index, items);
+}
+
+// Loads a warp's first step of an item, unless there is none.
+__device__ __forceinline__ void load_first(Keys &keys, Values &values, const Arguments &arguments, const Item &item) {
+    if (first_token(item) >= item.end) return;
+    Tile tiles[TILES];
+    find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
+    if constexpr (FRESH) write_newest(arguments, item.sequence, item.kv_head, item.newest, first_token(item));
+    load_keys(keys, tiles);
+    load_values(values, tiles, value_offset(arguments));
+}
+
+// A warp's steps of an item, of which the first is in `keys` and `values`, or on its way there. Leaves the first of the
+// next item, which it returns, there: as soon as a step's K or V is consumed, that of the step after it is asked for.
+__device__ __forceinline__ Item attend(Shared &shared, Gathered &gathered, Keys &keys, Values &values,
+                                       const Queries &queries, const Arguments &arguments, const Item &item,
+                                       int items) {
+    Item next;
+    if (first_token(item) >= item.end) {
+        next = claim(shared, arguments, items);
+        load_first(keys, values, arguments, next);
     }
 #pragma unroll 1
     for (int token = first_token(item); token < item.end; token += STRIDE) {
         const int remaining = item.end - token;
         const bool goes_on = remaining > STRIDE;
+        if (!goes_on) next = claim(shared, arguments, items);
         const int ahead = goes_on ? token + STRIDE : first_token(next), end = goes_on ? item.end : next.end;
         const int sequence = goes_on ? item.sequence : next.sequence, kv_head = goes_on ? item.kv_head : next.kv_head;
         const bool loads = ahead < end;
         Tile tiles[TILES];
         if (loads) find_tiles(tiles, arguments, sequence, kv_head, ahead, end);
+        if constexpr (FRESH) write_newest(arguments, sequence, kv_head, goes_on ? item.newest : next.newest, ahead);
         Scores scores;
         find_scores(scores, queries, keys);
         if (remaining < STEP) mask_scores(scores, values, remaining);
@@ -445,6 +561,7 @@ __device__ __forceinline__ void attend(Gathered &gathered, Keys &keys, Values &v
         multiply_values(gathered, weights, values);
         if (loads) load_values(values, tiles, value_offset(arguments));
     }
+    return next;
 }
 
 // ---- Merging --------------------------------------------------------------------------------------------------------
@@ -495,12 +612,6 @@ __device__ __forceinline__ Part load_partial(const Arguments &arguments, int slo
             __ldcg(arguments.statistics + row)};
 }
 
-struct Shared {
-    float2 statistics[WARPS][HEADS];
-    alignas(16) float output[WARPS][HEADS][D + 4];  // + 4 spreads the heads over the banks
-    bool is_last;
-};
-
 __device__ __forceinline__ void share(Shared &shared, Gathered &gathered) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -521,7 +632,7 @@ __device__ __forceinline__ void share(Shared &shared, Gathered &gathered) {
     __syncthreads();
 }
 
-// The item's result from its warps' parts: output, or for one split of several a partial.
+// The item's result from its warps' parts: output, or for one part of several a partial.
 __device__ __forceinline__ void merge_warps(const Shared &shared, const Arguments &arguments, const Item &item) {
     for (int unit = threadIdx.x; unit < item.heads * D / 4; unit += THREADS) {
         const int head = unit / (D / 4), dim = unit % (D / 4) * 4;
@@ -530,10 +641,10 @@ __device__ __forceinline__ void merge_warps(const Shared &shared, const Argument
         for (int warp = 0; warp < WARPS; warp++)
             parts[warp] = {*reinterpret_cast<const float4 *>(&shared.output[warp][head][dim]),
                            shared.statistics[warp][head]};
-        if (item.splits == 1) {
+        if (item.parts == 1) {
             store_output(arguments, item, head, dim, merge(parts));
         } else {
-            store_partial(arguments, item.slot, head, dim, merge(parts));
+            store_partial(arguments, item.slot + item.part * item.groups, head, dim, merge(parts));
         }
     }
 }
@@ -552,29 +663,35 @@ __device__ __forceinline__ bool comes_last(Shared &shared, int *counter, int cou
     return shared.is_last;
 }
 
-// From a split's partial up the tree to the output. A node's partial lies in the slot of its first split; the counter
-// of a node of level l is that of the l-th split after it, which no other node counts with.
-__device__ __forceinline__ void merge_splits(Shared &shared, const Arguments &arguments, const Item &item) {
-    const int slot_of_sequence = item.slot - item.split * item.groups;
+// From an item's partial up the tree to the output. A node's partial lies in the slot of its first part; the counter
+// of a node of level l is that of the l-th part after it, which no other node counts with.
+__device__ __forceinline__ void merge_parts(Shared &shared, const Arguments &arguments, const Item &item) {
 #pragma unroll 1
-    for (int level = 1, reach = 1; reach < item.splits; level++, reach *= FAN) {
-        const int first = item.split / (reach * FAN) * (reach * FAN);
-        const int children = min(FAN, ceil_divide(item.splits - first, reach));
+    for (int level = 1, reach = 1; reach < item.parts; level++, reach *= FAN) {
+        const int first = item.part / (reach * FAN) * (reach * FAN);
+        const int children = min(FAN, ceil_divide(item.parts - first, reach));
         if (children == 1) continue;
-        const int slot = slot_of_sequence + first * item.groups;
-        if (!comes_last(shared, arguments.counters + slot + level * item.groups, children)) return;
+        const int slot = item.slot + first * item.groups;
+        if (!comes_last(shared, arguments.counters + 1 + slot + level * item.groups, children)) return;
         for (int unit = threadIdx.x; unit < item.heads * D / 4; unit += THREADS) {
             const int head = unit / (D / 4), dim = unit % (D / 4) * 4;
-            Part parts[FAN];
+            Part merged = {{0.f, 0.f, 0.f, 0.f}, {LOWEST, 0.f}};
+#pragma unroll 1
+            for (int first_child = 0; first_child < children; first_child += LOADED_PARTS) {
+                Part parts[1 + LOADED_PARTS] = {merged};
 #pragma unroll
-            for (int i = 0; i < FAN; i++) {
-                parts[i] = {{0.f, 0.f, 0.f, 0.f}, {LOWEST, 0.f}};
-                if (i < children) parts[i] = load_partial(arguments, slot + i * reach * item.groups, head, dim);
+                for (int i = 0; i < LOADED_PARTS; i++) {
+                    const int child = first_child + i;
+                    parts[1 + i] = {{0.f, 0.f, 0.f, 0.f}, {LOWEST, 0.f}};
+                    if (child < children)
+                        parts[1 + i] = load_partial(arguments, slot + child * reach * item.groups, head, dim);
+                }
+                merged = merge(parts);
             }
-            if (reach * FAN >= item.splits) {
-                store_output(arguments, item, head, dim, merge(parts));
+            if (reach * FAN >= item.parts) {
+                store_output(arguments, item, head, dim, merged);
             } else {
-                store_partial(arguments, slot, head, dim, merge(parts));
+                store_partial(arguments, slot, head, dim, merged);
             }
         }
     }
@@ -582,51 +699,48 @@ __device__ __forceinline__ void merge_splits(Shared &shared, const Arguments &ar
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments,
-                                             const Item &item, const Item &next) {
+// Returns the next item.
+__device__ __forceinline__ Item compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments,
+                                             const Item &item, int items) {
     Queries queries;
     load_queries(queries, arguments, item);
     Gathered gathered = {};
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; i++) gathered.largest[i / 2][i % 2] = LOWEST;
-    attend(gathered, keys, values, queries, arguments, item, next);
+    const Item next = attend(shared, gathered, keys, values, queries, arguments, item, items);
     share(shared, gathered);
+    if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;  // all warps know the next item
     merge_warps(shared, arguments, item);
-    if (item.splits > 1) merge_splits(shared, arguments, item);
+    if (item.parts > 1) merge_parts(shared, arguments, item);
+    return next;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *context_lens,
-                 const int *plan, float *partials, float2 *statistics, int *counters, Activation *out, int batch,
-                 int max_blocks, int num_heads, int num_kv_heads, int block_size, int block_bytes, int layer_offset,
-                 float scale) {
+    paged_decode(const Activation *q, const Activation *bias, const float *rotary, const int *context_lens,
+                 uint8 *pool, const int *block_tables, const int *plan, float *partials, float2 *statistics,
+                 int *counters, Activation *out, int batch, int most_parts, int max_blocks, int num_heads,
+                 int num_kv_heads, int block_size, int block_bytes, int layer_offset, int ahead, float scale) {
     let_next_kernel_start();
-    const Arguments arguments = {q,           pool,      block_tables, context_lens, plan,        partials,
-                                 statistics,  counters,  out,          batch,        max_blocks,  num_heads,
-                                 num_kv_heads, block_size, block_bytes, layer_offset, scale};
+    const Arguments arguments = {q,          bias,         rotary,     context_lens, pool,         block_tables, plan,
+                                 partials,   statistics,   counters,   out,          batch,        most_parts,
+                                 max_blocks, num_heads,    num_kv_heads, block_size, block_bytes,  layer_offset,
+                                 ahead,      scale};
     __shared__ Shared shared;
+    if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;
+    __syncthreads();
     const int items = count_items(arguments);
-    int index = blockIdx.x;
-    Item item = find_item(arguments, index, items);
-    const bool loads = first_token(item) < item.end;
-    Tile tiles[TILES];
-    if (loads) {
-        find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
-        prefetch(tiles, value_offset(arguments));
-    }
-    wait_for_previous_kernel();
+    Item item = find_item(arguments, blockIdx.x, items);
+    const bool early = first_token(item) + STEP <= first_unsettled(arguments, item);
     Keys keys;
     Values values;
-    if (loads) {
-        load_keys(keys, tiles);
-        load_values(values, tiles, value_offset(arguments));
-    }
-#pragma unroll 1
-    while (index < items) {
-        index += gridDim.x;
-        const Item next = find_item(arguments, index, items);
-        compute_item(shared, keys, values, arguments, item, next);
-        if (index < items) __syncthreads();  // before the next item writes to shared memory
-        item = next;
+    if (early) load_first(keys, values, arguments, item);
+    prefetch(arguments, item, early ? TILES : 0);
+    wait_for_previous_kernel();
+    if (!early) load_first(keys, values, arguments, item);
+    if (blockIdx.x >= items) return;
+    while (true) {
+        item = compute_item(shared, keys, values, arguments, item, items);
+        if (item.heads == 0) return;
+        __syncthreads();  // before the next item writes to shared memory
     }
 }

@@ -244,7 +244,7 @@ def decode_splits(
     pages: KVPages, num_heads: int, max_batch: int, max_tokens: int, deterministic: bool = False
 ) -> DecodeSplits:
     values: dict[str, Any] = dict.fromkeys((field.name for field in fields(DecodeSplits)), 8)
-    plan = torch.zeros(64 + 2 * max_batch, dtype=torch.int32)
+    plan = torch.zeros(64 + 6 * max_batch, dtype=torch.int32)
     return DecodeSplits(**{**values, "plan": plan, "split_tokens": None})
 
 

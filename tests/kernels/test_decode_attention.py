@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 
 import numpy as np
 import pytest
@@ -13,12 +14,16 @@ from coldblock.engine_core.kv_layout import KVShape, paged_kv_block_bytes
 from coldblock.kernels import decode_attention
 from coldblock.kernels.decode_attention import (
     DETERMINISTIC_SPLIT,
+    Cut,
     DecodeSplits,
+    choose_cut,
     paged_decode,
+    paged_decode_fresh,
     paged_decode_reference,
-    plan_splits,
+    plan_parts,
 )
 from coldblock.kernels.errors import KernelArgumentError
+from coldblock.kernels.fused import rope_and_write
 from coldblock.kernels.loader import load
 from coldblock.kernels.pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
 from torch import Tensor
@@ -109,21 +114,21 @@ def make_case(
     return case
 
 
-def make_splits(case: Case, split_tokens: int | None = None, deterministic: bool = False) -> DecodeSplits:
+def make_splits(case: Case, cut: Cut | None = None, deterministic: bool = False) -> DecodeSplits:
     """Splits with their plan written, and a workspace of NaN."""
     lengths = case.context_lens.cpu().numpy()
     splits = DecodeSplits.allocate(case.pages, case.q.shape[1], len(lengths), int(lengths.sum()), deterministic)
-    if split_tokens is None:
+    if cut is None:
         plan = splits.plan_for(lengths)
     else:
-        plan = plan_splits(lengths, splits.groups, splits.blocks, split_tokens)
-        slots = int(plan[1 + len(lengths)]) * splits.groups
+        plan = plan_parts(lengths, cut)
+        slots = int(plan[0]) * splits.groups
         splits = dataclasses.replace(
             splits,
             plan=splits.plan.new_zeros(len(plan)),
             partials=splits.partials.new_empty(slots, *splits.partials.shape[1:]),
             statistics=splits.statistics.new_empty(slots, *splits.statistics.shape[1:]),
-            counters=splits.counters.new_zeros(slots),
+            counters=splits.counters.new_zeros(1 + slots),
         )
     assert len(plan) <= len(splits.plan)
     splits.plan[: len(plan)] = torch.from_numpy(plan).cuda()
@@ -153,33 +158,85 @@ def assert_close(out: Tensor, reference: Tensor, dtype: torch.dtype, kv_format: 
 # ---- Without a GPU --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "lengths", [[0], [1], [100] * 256, [8192] * 32, [32768], [5, 0, 9000, 77], [128] * 300 + [32768]]
-)
-def test_plan_covers_every_token(lengths: list[int]) -> None:
-    plan = plan_splits(np.array(lengths), groups=2, blocks=396)
-    splits = [max(1, -(-length // int(plan[0]))) for length in lengths]
-    starts = plan[1 : len(lengths) + 2]
-    assert plan.dtype == np.int32 and starts[0] == 0
-    assert np.diff(starts).tolist() == splits
-    assert plan[len(lengths) + 2 :].tolist() == [row for row, count in enumerate(splits) for _ in range(count)]
-    assert sum(splits) * 2 <= len(lengths) * 2 + 2 * 396
+BATCHES = [[0], [1], [100] * 256, [8192] * 32, [32768], [5, 0, 9000, 77], [128] * 300 + [32768], [0] * 8, [1024] * 256]
 
 
-def test_plan_splits_what_would_leave_blocks_idle() -> None:
-    def splits(lengths: list[int]) -> list[int]:
-        return np.diff(plan_splits(np.array(lengths), 2, 396)[1 : len(lengths) + 2]).tolist()
-
-    assert splits([100]) == [1]
-    assert splits([8192] * 32) == [6] * 32
-    assert splits([32768])[0] > 16
-    assert splits([128] * 256) == [1] * 256
-    assert splits([128] * 300 + [32768])[-1] > 8
+def parts_of(lengths: list[int], cut: Cut) -> np.ndarray:
+    """The plan's parts [parts, 6]: sequence, number, of how many, how many before the sequence's, begin, end."""
+    plan = plan_parts(np.array(lengths, np.int32), cut)
+    assert plan.dtype == np.int32 and len(plan) == 6 * (1 + plan[0])
+    return plan.reshape(-1, 6)[1:]
 
 
-def test_plan_with_fixed_splits_depends_on_the_sequence_alone() -> None:
-    plan = plan_splits(np.array([0, 512, 513, 1200]), 2, 396, DETERMINISTIC_SPLIT)
-    assert plan.tolist() == [512, 0, 1, 2, 4, 7, 0, 1, 2, 2, 3, 3, 3]
+@pytest.mark.parametrize("cut", [None, Cut(512, 512), Cut(1024, 256), Cut(768, 16)], ids=str)
+@pytest.mark.parametrize("lengths", BATCHES, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+def test_parts_are_a_sequence_one_after_the_other(lengths: list[int], cut: Cut | None) -> None:
+    parts = parts_of(lengths, cut or choose_cut(np.array(lengths), 2, 396, 192))
+    slots = parts[:, 3] + parts[:, 1]
+    assert sorted(slots) == list(range(len(parts)))
+    inside = parts[np.argsort(slots)]
+    for row, length in enumerate(lengths):
+        own = inside[inside[:, 0] == row]
+        assert own[:, 1].tolist() == list(range(len(own))) and (own[:, 2] == len(own)).all() and len(own) > 0
+        assert (own[:, 3] == own[0, 3]).all()
+        assert own[0, 4] == 0 and own[-1, 5] == length and (own[1:, 4] == own[:-1, 5]).all()
+        assert (own[:, 4] % 16 == 0).all()
+        assert (own[:, 5] > own[:, 4]).all() or length == 0
+    sizes = parts[:, 5] - parts[:, 4]
+    assert (sizes[1:] <= sizes[:-1]).all()
+
+
+@pytest.mark.parametrize("blocks", [16, 132, 396])
+@pytest.mark.parametrize("lengths", BATCHES, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+def test_the_chosen_parts_fit_the_workspace(lengths: list[int], blocks: int) -> None:
+    parts = parts_of(lengths, choose_cut(np.array(lengths), 2, blocks, 256))
+    assert len(parts) <= len(lengths) + decode_attention._EXTRA_WAVES * blocks // 2
+
+
+def test_what_would_leave_blocks_idle_is_cut() -> None:
+    def counts(lengths: list[int]) -> list[int]:
+        parts = parts_of(lengths, choose_cut(np.array(lengths), 2, 264, 192))
+        return np.bincount(parts[:, 0]).tolist()
+
+    assert counts([100]) == [1]
+    assert counts([8192] * 32)[0] >= 4
+    assert counts([32768])[0] >= 64
+    assert counts([128] * 256) == [1] * 256
+    assert counts([128] * 300 + [32768])[-1] > 8
+
+
+def end_of(sizes: list[float], speeds: list[float]) -> float:
+    """When the last block ends, if each begins with one item and takes the next when it has ended."""
+    ends = [(0.0, speed) for speed in speeds]
+    for size in sizes:
+        end, speed = heapq.heappop(ends)
+        heapq.heappush(ends, (end + size / speed, speed))
+    return max(end for end, _ in ends)
+
+
+@pytest.mark.parametrize("length", [8192, 8193, 8208, 8256, 8300, 8320, 8400])
+@pytest.mark.parametrize(("blocks", "round_tokens"), [(132, 256), (264, 192)])
+def test_blocks_end_together(blocks: int, round_tokens: int, length: int) -> None:
+    """Also where a tenth of the blocks is slower by an eighth."""
+    lengths = [length] * 31 + [length - 77]
+    parts = parts_of(lengths, choose_cut(np.array(lengths), 2, blocks, round_tokens))
+    sizes = np.repeat(parts[:, 5] - parts[:, 4], 2).tolist()
+    for slow in (0, blocks // 10):
+        speeds = [7 / 8] * slow + [1.0] * (blocks - slow)
+        assert end_of(sizes, speeds) <= 1.08 * sum(sizes) / sum(speeds)
+
+
+def test_plan_with_fixed_parts_depends_on_the_sequence_alone() -> None:
+    parts = parts_of([0, 512, 513, 1200], Cut(DETERMINISTIC_SPLIT, DETERMINISTIC_SPLIT))
+    assert parts.tolist() == [
+        [1, 0, 1, 1, 0, 512],
+        [2, 0, 2, 2, 0, 512],
+        [3, 0, 3, 4, 0, 512],
+        [3, 1, 3, 4, 512, 1024],
+        [3, 2, 3, 4, 1024, 1200],
+        [2, 1, 2, 2, 512, 513],
+        [0, 0, 1, 0, 0, 0],
+    ]
 
 
 def test_a_number_of_heads_that_is_no_multiple_is_refused() -> None:
@@ -222,11 +279,13 @@ def test_formats_and_head_dims(kv_format: str, head_dim: int, dtype: torch.dtype
 
 
 @gpu
-@pytest.mark.parametrize("split_tokens", [64, 128, 448, 1024, 8192])
+@pytest.mark.parametrize(
+    "cut", [Cut(16, 16), Cut(64, 64), Cut(448, 448), Cut(1024, 192), Cut(2048, 16), Cut(8192, 8192)], ids=str
+)
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_number_of_splits(kv_format: str, split_tokens: int) -> None:
+def test_cuts(kv_format: str, cut: Cut) -> None:
     case = make_case(kv_format)
-    assert_close(run(case, make_splits(case, split_tokens)), case.reference(), FP16, kv_format)
+    assert_close(run(case, make_splits(case, cut)), case.reference(), FP16, kv_format)
 
 
 @gpu
@@ -235,7 +294,7 @@ def test_number_of_splits(kv_format: str, split_tokens: int) -> None:
 @pytest.mark.parametrize("kv_format", ["fp16", "int8"])
 def test_heads_per_kv_head(kv_format: str, head_dim: int, heads: tuple[int, int]) -> None:
     case = make_case(kv_format, head_dim, *heads, lengths=[1, 100, 700, 0, 2049])
-    assert_close(run(case, make_splits(case, 256)), case.reference(), FP16, kv_format)
+    assert_close(run(case, make_splits(case, Cut(256, 256))), case.reference(), FP16, kv_format)
 
 
 @gpu
@@ -243,7 +302,7 @@ def test_heads_per_kv_head(kv_format: str, head_dim: int, heads: tuple[int, int]
 @pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8_e4m3"])
 def test_block_sizes(kv_format: str, block_size: int) -> None:
     case = make_case(kv_format, block_size=block_size, num_heads=7, num_kv_heads=7)
-    assert_close(run(case, make_splits(case, 320)), case.reference(), FP16, kv_format)
+    assert_close(run(case, make_splits(case, Cut(320, 64))), case.reference(), FP16, kv_format)
 
 
 @gpu
@@ -303,7 +362,7 @@ def test_all_codes(kv_format: str, software: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kv_format", ["fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
 def test_nan_stays_in_its_sequence(kv_format: str, part: int) -> None:
     case = make_case(kv_format, lengths=[100, 300, 5])
-    splits = make_splits(case, 128)
+    splits = make_splits(case, Cut(128, 128))
     clean = run(case, splits)
     case.token(1, 200)[part, 0] = 0xFF
     out = run(case, splits)
@@ -327,12 +386,126 @@ def test_deterministic_splits_make_a_sequence_independent_of_its_batch(kv_format
 
 
 @gpu
-def test_runs_are_equal() -> None:
+@pytest.mark.parametrize("cut", [None, Cut(64, 64), Cut(512, 16)], ids=str)
+def test_runs_are_equal(cut: Cut | None) -> None:
     case = make_case("fp16", lengths=[5000, 3000, 77] * 8)
-    splits = make_splits(case)
+    splits = make_splits(case, cut)
     first = run(case, splits)
     for _ in range(20):
         assert torch.equal(run(case, splits), first)
+
+
+@gpu
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_rows_that_are_neighbours_are_read_after_they_are_written(kv_format: str) -> None:
+    """Rows are the last tokens of sequences; the kernel in front of attention writes them, over NaN."""
+    contexts = [64, 63, 62, 61, 5000, 4999, 4998, 1025]
+    case = make_case(kv_format, lengths=[64, 5000, 1025])
+    sequences = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2], dtype=torch.int32, device="cuda")
+    positions = torch.tensor(contexts, dtype=torch.int32, device="cuda") - 1
+    tables = case.block_tables[sequences.long()].contiguous()
+    rows = dataclasses.replace(
+        case, q=case.q.new_empty(8, 16, 128), block_tables=tables, context_lens=(positions + 1).int()
+    )
+    qkv = torch.randn(8, 20 * 128, device="cuda").half()
+    rotary = torch.randn(5000, 64, 2, device="cuda")
+    splits = make_splits(rows)
+    out = torch.empty(8, 16 * 128, device="cuda", dtype=FP16)
+    for _ in range(20):
+        for row, position in enumerate(positions.tolist()):
+            rows.token(row, position).fill_(0xFF)
+        torch.cuda.synchronize()
+        rope_and_write(qkv, None, rotary, positions, sequences, case.block_tables, case.pages, case.layer, 16, rows.q)
+        paged_decode(rows.q, rows.pages, rows.layer, rows.block_tables, rows.context_lens, splits, out)
+        torch.cuda.synchronize()
+        assert_close(out, rows.reference(), FP16, kv_format)
+
+
+def rope_then_decode(
+    case: Case, qkv: Tensor, bias: Tensor | None, rotary: Tensor, splits: DecodeSplits, out: Tensor
+) -> None:
+    rows = torch.arange(len(qkv), dtype=torch.int32, device="cuda")
+    positions = case.context_lens - 1
+    arguments = (rotary, positions, rows, case.block_tables, case.pages, case.layer, case.q.shape[1], case.q)
+    rope_and_write(qkv, bias, *arguments)
+    paged_decode(case.q, case.pages, case.layer, case.block_tables, case.context_lens, splits, out)
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("kv_format", "dtype", "head_dim", "heads", "has_bias"),
+    [
+        *((kv_format, FP16, head_dim, (16, 2), True) for kv_format in FORMATS for head_dim in HEAD_DIMS),
+        *((kv_format, BF16, 128, (9, 3), False) for kv_format in FORMATS),
+        *((kv_format, FP16, 128, heads, False) for kv_format in ("fp16", "int8") for heads in ((24, 2), (17, 1))),
+    ],
+    ids=str,
+)
+def test_fresh_equals_rope_and_write_then_decode(
+    kv_format: str, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], has_bias: bool
+) -> None:
+    """Output and every byte of the pool; the new tokens lie over NaN."""
+    lengths = [0, 1, 16, 17, 700, 0, 4097, 33, 32]
+    case = make_case(kv_format, head_dim, *heads, lengths=lengths, dtype=dtype)
+    width = (heads[0] + 2 * heads[1]) * head_dim
+    qkv = torch.randn(len(lengths), width, device="cuda").to(dtype)
+    bias = torch.randn(width, device="cuda").to(dtype) if has_bias else None
+    rotary = torch.randn(5000, head_dim // 2, 2, device="cuda")
+    for row, length in enumerate(lengths):
+        if length:
+            case.token(row, length - 1).fill_(0xFF)
+    before = case.pages.pool.clone()
+    splits = make_splits(case, Cut(512, 64))
+    expected, out = (torch.full_like(case.q, float("nan")).flatten(1) for _ in range(2))
+    rope_then_decode(case, qkv, bias, rotary, splits, expected)
+    torch.cuda.synchronize()
+    written = case.pages.pool.clone()
+    assert not torch.equal(written, before) and expected.isfinite().all()
+    for _ in range(5):
+        case.pages.pool.copy_(before)
+        torch.cuda.synchronize()
+        paged_decode_fresh(qkv, bias, rotary, case.pages, case.layer, case.block_tables, case.context_lens, splits, out)
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        assert torch.equal(case.pages.pool, written)
+
+
+@gpu
+@pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8_e4m3"])
+def test_fresh_in_a_graph(kv_format: str) -> None:
+    """A step of several layers: one row after the other gets longer, and what a layer reads is what the last wrote."""
+    case = make_case(kv_format, lengths=[5000, 1000, 3000, 1])
+    case.planes()[:, 0] = case.planes()[:, 1]
+    layers = [dataclasses.replace(case, layer=layer) for layer in (0, 1)]
+    qkv = torch.randn(4, 20 * 128, device="cuda").half()
+    rotary = torch.randn(5000, 64, 2, device="cuda")
+    splits, out = make_splits(case), torch.zeros(4, 2048, device="cuda", dtype=FP16)
+    arguments = (case.block_tables, case.context_lens, splits, out)
+
+    def step() -> None:
+        for layer in layers:
+            paged_decode_fresh(qkv, None, rotary, layer.pages, layer.layer, *arguments)
+            qkv[:, :2048] = out  # the next layer depends on this one
+
+    first = qkv.clone()
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lengths in ([5000, 1000, 3000, 1], [4999, 17, 2999, 0], [4097, 1, 1, 1]):
+        plan = splits.plan_for(np.array(lengths))
+        splits.plan[: len(plan)] = torch.from_numpy(plan).cuda()
+        case.context_lens.copy_(torch.tensor(lengths))
+        results = []
+        for run_step in (step, graph.replay):
+            qkv.copy_(first)
+            torch.cuda.synchronize()
+            run_step()
+            torch.cuda.synchronize()
+            results.append((out.clone(), case.pages.pool.clone()))
+        assert torch.equal(results[0][0], results[1][0]) and results[0][0].isfinite().all()
+        assert torch.equal(results[0][1], results[1][1]) and not splits.counters.any()
 
 
 @gpu

@@ -62,7 +62,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(loader, "device_architecture", lambda: "sm_90a")
     monkeypatch.setattr(loader, "header_folders", lambda: ())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=1, L2_cache_size=4 << 20)
+    )
     monkeypatch.setattr(prefill_attention, "paged_prefill_mma", cuda_on_cpu.paged_prefill)
     monkeypatch.setattr(prefill_attention_hopper, "paged_prefill_hopper", cuda_on_cpu.paged_prefill)
     monkeypatch.setattr(w4_wide, "w4_wide_linear", cuda_on_cpu.w4_linear)

@@ -81,6 +81,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     emulate_device(monkeypatch)
     properties = SimpleNamespace(
         multi_processor_count=multiprocessors,
+        L2_cache_size=4 << 20,
         shared_memory_per_block_optin=kibibytes << 10,
         shared_memory_per_multiprocessor=(kibibytes + 1) << 10,
     )
