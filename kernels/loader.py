@@ -21,10 +21,11 @@ import importlib.util
 import itertools
 import os
 import re
+import signal
 import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _LAUNCH_CONFIG = struct.Struct("7IPPI")  # CUlaunchConfig: grid, block, shared b
 _LAUNCH_ATTRIBUTE = struct.Struct("i4xi60x")  # CUlaunchAttribute: an id, and a union of 64 bytes
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_SIGACTION_MOST_BYTES = 256  # struct sigaction: 152 bytes in glibc on 64-bit machines
 
 Macros = Mapping[str, str | int]
 Argument = Tensor | int | float | bytes | None
@@ -281,7 +283,8 @@ def _nvrtc() -> Any:
 def _compile(nvrtc: Any, file: Path, options: Sequence[str]) -> bytes:
     program = nvrtc.createProgram(file.read_text(encoding="utf-8"), file.name, (), ())
     try:
-        nvrtc.compileProgram(program, options)
+        with _signal_actions_kept():
+            nvrtc.compileProgram(program, options)
         cubin: bytes = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         said = " ".join(option for option in options if not option.startswith("-I"))
@@ -289,6 +292,21 @@ def _compile(nvrtc: Any, file: Path, options: Sequence[str]) -> bytes:
     finally:
         nvrtc.destroyProgram(program)
     return cubin
+
+
+@contextlib.contextmanager
+def _signal_actions_kept() -> Iterator[None]:
+    """NVRTC sets signal actions while it compiles, and leaves SIGINT and SIGTERM with SA_RESTART: from then on neither
+    would wake a main thread that waits for a lock. Python's `signal` can restore no flags, and in one thread alone."""
+    libc = ctypes.CDLL(None)
+    actions = {number: ctypes.create_string_buffer(_SIGACTION_MOST_BYTES) for number in signal.valid_signals()}
+    for number, action in actions.items():
+        libc.sigaction(int(number), None, action)
+    try:
+        yield
+    finally:
+        for number, action in actions.items():  # refused, without harm, for the two that nobody can set
+            libc.sigaction(int(number), action, None)
 
 
 def _options(macros: Macros, architecture: str) -> tuple[str, ...]:

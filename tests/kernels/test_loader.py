@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import signal
 import struct
 import sys
 import threading
@@ -32,6 +33,36 @@ def test_a_compiled_kernel_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(loader, "_compile", lambda *_: pytest.fail("compiled again"))
     assert loader.compile_cubin("silu_multiply", {}, "sm_80") == cubin
+
+
+class SignalAction(ctypes.Structure):
+    """struct sigaction, as glibc has it on 64-bit machines."""
+
+    _fields_ = (("handler", ctypes.c_void_p), ("mask", ctypes.c_uint64 * 16), ("flags", ctypes.c_int))
+
+
+def signal_actions() -> dict[int, tuple[int | None, int]]:
+    """Handler and flags of each signal."""
+    libc, memory = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    action = SignalAction.from_buffer(memory)
+    return {
+        number: (action.handler, action.flags)
+        for number in signal.valid_signals()
+        if libc.sigaction(int(number), None, memory) == 0
+    }
+
+
+@needs_nvrtc
+def test_compiling_leaves_signals_as_they_are(cache: Path) -> None:
+    """With SA_RESTART on SIGINT, Ctrl-C would not wake a main thread that waits for a lock."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.getsignal(number))  # as new, whatever was compiled before
+    before = signal_actions()
+    with pytest.raises(KernelCompileError):
+        loader.compile_cubin("silu_multiply", {"ACTIVATION_BF16": "nonsense("}, "sm_80")
+    loader.compile_cubin("silu_multiply", {}, "sm_80")
+    assert signal_actions() == before
+    assert len(before) > 30
 
 
 @needs_nvrtc
