@@ -296,8 +296,8 @@ def _compile(nvrtc: Any, file: Path, options: Sequence[str]) -> bytes:
 
 @contextlib.contextmanager
 def _signal_actions_kept() -> Iterator[None]:
-    """NVRTC sets signal actions while it compiles, and leaves SIGINT and SIGTERM with SA_RESTART: from then on neither
-    would wake a main thread that waits for a lock. Python's `signal` can restore no flags, and in one thread alone."""
+    """A process's first use of NVRTC leaves SIGINT and SIGTERM with SA_RESTART: from then on neither would wake a main
+    thread that waits for a lock. Python's `signal` restores no flags, and works in the main thread alone."""
     libc = ctypes.CDLL(None)
     actions = {number: ctypes.create_string_buffer(_SIGACTION_MOST_BYTES) for number in signal.valid_signals()}
     for number, action in actions.items():
