@@ -45,7 +45,7 @@ ALLOWED = {
     "tools/chat": ("tools", "protocol", "settings", *FRONTEND_TEXT),
     "tools/demo": ("tools", "protocol", "settings", *FRONTEND_TEXT),
     "tools/bench/kernels": ("tools", "settings", "kernels"),
-    "tools/bench/kernel_cases": ("tools", "kernels", "engine_core/kv_layout"),
+    "tools/bench/kernel_cases": ("tools", "kernels", "engine_core/kv_layout", "engine_core/models/cuda_linears"),
     "tools/gpu": ("tools", "kernels"),
     "tools/validate": ("tools", "settings", "engine_core", "kernels"),
     "tools/kernel_checks": ("engine_core/device", "engine_core/models", "engine_core/kv_layout", "kernels"),
