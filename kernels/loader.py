@@ -196,14 +196,14 @@ def _struct_code(name: str, argument: Argument) -> str:
 
 
 @functools.cache
-def _load(device: int, source: str, macros: tuple[tuple[str, str | int], ...]) -> Function:
-    return Function(source, dict(macros))
+def _load(device: int, source: str, **macros: str | int) -> Function:
+    return Function(source, macros)
 
 
 def load(source: str, **macros: str | int) -> Function:
     """The kernel `cuda/<source>.cu`, whose entry point has the file's name, with these macros; loaded once a device."""
     _require_device()
-    return _load(torch._C._cuda_getDevice(), source, tuple(sorted(macros.items())))
+    return _load(torch._C._cuda_getDevice(), source, **macros)
 
 
 @functools.cache

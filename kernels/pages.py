@@ -10,13 +10,13 @@ Block b begins at byte b * block_bytes; inside it planes [layer][K, V][kv_head] 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .checks import check_layout, check_multiple, check_number, check_tensor
+from .checks import check_layout, check_multiple, check_number, check_place
 from .errors import KernelArgumentError
 
 PageFormat = Literal["fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"]
@@ -37,6 +37,8 @@ _DTYPES: dict[PageFormat, torch.dtype] = {
 class KVPages:
     """One pool. `pool` uint8 [num_blocks, block_bytes] on the GPU; `block_size` a multiple of 16.
 
+    `plane_bytes` are those of K (or V) of one head in one block and layer, `block_bytes` those of a block.
+
     Raises KernelArgumentError for a shape or format that the kernels do not have.
     """
 
@@ -46,6 +48,8 @@ class KVPages:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    plane_bytes: int = field(init=False)
+    block_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.format not in FORMAT_NUMBERS:
@@ -55,24 +59,17 @@ class KVPages:
         for name in ("num_layers", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise KernelArgumentError(f"{name} is {getattr(self, name)}; allowed: from 1 on")
+        scale_bytes = 2 if self.format == "int8" else 0
+        plane_bytes = self.block_size * (self.head_dim * _DTYPES[self.format].itemsize + scale_bytes)
+        object.__setattr__(self, "plane_bytes", plane_bytes)  # once: every launch asks for these
+        object.__setattr__(self, "block_bytes", self.layer_offset(self.num_layers))
         check_layout("pool", self.pool, torch.uint8, [("num_blocks", None), ("block_bytes", self.block_bytes)])
 
     def check(self, layer: int) -> None:
         """Raises KernelArgumentError unless kernels can read the pool where it is, and it has this layer."""
-        check_tensor("pool", self.pool, torch.uint8, (("num_blocks", None), ("block_bytes", self.block_bytes)))
+        check_place("pool", self.pool)
         if not 0 <= layer < self.num_layers:
             raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {self.num_layers - 1}")
-
-    @property
-    def plane_bytes(self) -> int:
-        """Bytes of K (or V) of one head in one block and layer."""
-        scales = 2 if self.format == "int8" else 0
-        return self.block_size * (self.head_dim * _DTYPES[self.format].itemsize + scales)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.num_layers * 2 * self.num_kv_heads * self.plane_bytes
 
     def layer_offset(self, layer: int) -> int:
         """Byte, within a block, of this layer's first K plane; its V planes follow num_kv_heads planes later."""
