@@ -25,7 +25,7 @@ import signal
 import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ _LAUNCH_CONFIG = struct.Struct("7IPPI")  # CUlaunchConfig: grid, block, shared b
 _LAUNCH_ATTRIBUTE = struct.Struct("i4xi60x")  # CUlaunchAttribute: an id, and a union of 64 bytes
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_SIGACTION_MOST_BYTES = 256  # struct sigaction: 152 bytes in glibc on 64-bit machines
+_SIGACTION_MOST_BYTES = 256  # struct sigaction has 152 bytes in glibc on 64-bit machines
 
 Macros = Mapping[str, str | int]
 Argument = Tensor | int | float | bytes | None
@@ -283,7 +283,7 @@ def _nvrtc() -> Any:
 def _compile(nvrtc: Any, file: Path, options: Sequence[str]) -> bytes:
     program = nvrtc.createProgram(file.read_text(encoding="utf-8"), file.name, (), ())
     try:
-        with _signal_actions_kept():
+        with _signal_actions_kept:
             nvrtc.compileProgram(program, options)
         cubin: bytes = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
@@ -294,19 +294,35 @@ def _compile(nvrtc: Any, file: Path, options: Sequence[str]) -> bytes:
     return cubin
 
 
-@contextlib.contextmanager
-def _signal_actions_kept() -> Iterator[None]:
-    """A process's first use of NVRTC leaves SIGINT and SIGTERM with SA_RESTART: from then on neither would wake a main
-    thread that waits for a lock. Python's `signal` restores no flags, and works in the main thread alone."""
-    libc = ctypes.CDLL(None)
-    actions = {number: ctypes.create_string_buffer(_SIGACTION_MOST_BYTES) for number in signal.valid_signals()}
-    for number, action in actions.items():
-        libc.sigaction(int(number), None, action)
-    try:
-        yield
-    finally:
-        for number, action in actions.items():  # refused, without harm, for the two that nobody can set
-            libc.sigaction(int(number), action, None)
+class _SignalActionsKept:
+    """While anybody is inside, signal actions may change; when the last one leaves, they are what they were.
+
+    A process's first use of NVRTC leaves SIGINT and SIGTERM with SA_RESTART: from then on neither would wake a main
+    thread that waits for a lock. Python's `signal` restores no flags, and works in the main thread alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._sigaction = ctypes.CDLL(None).sigaction
+        self._actions = {int(n): ctypes.create_string_buffer(_SIGACTION_MOST_BYTES) for n in signal.valid_signals()}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                for number, action in self._actions.items():
+                    self._sigaction(number, None, action)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                for number, action in self._actions.items():  # refused, without harm, where nobody can set one
+                    self._sigaction(number, action, None)
+
+
+_signal_actions_kept = _SignalActionsKept()
 
 
 def _options(macros: Macros, architecture: str) -> tuple[str, ...]:
