@@ -13,7 +13,7 @@ is that lane's A fragment of the tensor-core instruction m16n8k16 for k0 = 64 * 
 and K are padded to multiples of 64 by code 8 with s = z = 0, which is zero.
 
 `w4_linear` adds over K in an order that depends on the matrix's shape and on the number of rows of x, not on the other
-rows: it is the same for 1 to 8 rows, for 9 to 16 and for more (for a long K another for 1 and 2 rows than for 3 to 8).
+rows: it is the same for 1 to 4 rows, for 5 to 8, for 9 to 16 and for more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ UNIT_ROWS, UNIT_K = 16, 64
 PADDING = 64
 SMALLEST_GROUP = 32
 _SUM_BYTES = 32 << 10  # of shared memory, for sums of more than one turn
-_NORM_BYTES = 512  # of shared memory, which the kernel reserves for sums of squares: 16 slices of 8 rows
+_NORM_MOST_ROWS = 4  # every block normalises all of x anew: on an H200, more rows are normalised faster beforehand
+_NORM_BYTES = 512  # of shared memory, which the kernel reserves for sums of squares: 16 warps, 8 rows
 _PACKED_AT_ONCE = 16 << 20  # bytes of codes: bounds the temporaries of packing
 
 
@@ -185,10 +186,9 @@ def w4_linear(
 
 
 def takes_norm(matrix: W4Matrix, rows: int) -> bool:
-    """Whether `w4_linear` can normalise so many rows of x: few, if a block holds all of them."""
-    form = _form(rows, matrix.n, matrix.k)
-    units = matrix.codes.shape[1]
-    return form.takes_norm and _plan(form, rows, matrix.n, units, matrix.group_size).holds_x
+    """Whether `w4_linear` normalises so many rows of x: few, which a block holds as a whole."""
+    form, units = _form(rows, matrix.n, matrix.k), matrix.codes.shape[1]
+    return rows <= _NORM_MOST_ROWS and form.takes_norm and _plan(form, rows, matrix.n, units, matrix.group_size).holds_x
 
 
 def check_epilogue(matrix: W4Matrix, silu: bool, add: bool) -> None:
@@ -239,8 +239,8 @@ class _Form:
 
     @property
     def takes_norm(self) -> bool:
-        """Every warp of a block has a slice of its own, and all of K lies in one block."""
-        return self.token_tiles == self.teams == self.cluster == 1
+        """All of K lies in one block."""
+        return self.token_tiles == self.cluster == 1
 
     def macros(self) -> dict[str, int]:
         return {
@@ -276,23 +276,36 @@ _SMALL_SHARED = 200 << 10
 _Forms = dict[int, tuple[_Form, ...]]
 _MANY_ROWS, _LONG_K = 8192, 8192
 _TALL_FORMS: _Forms = {
-    8: (_Form(1, 2, 1, 16, 1, 2),),
-    16: (_Form(2, 2, 6, 2, 1, 2), _Form(2, 2, 5, 2, 1, 2)),
-    32: (_Form(4, 2, 6, 2, 1, 2), _Form(4, 2, 5, 2, 1, 2)),
+    4: (_Form(1, 2, 2, 8, 1, 2),),
+    8: (_Form(1, 2, 3, 4, 1, 3),),
+    16: (_Form(2, 2, 6, 2, 1, 2),),
+    32: (_Form(4, 2, 6, 2, 1, 2),),
 }
 _LONG_FORMS: _Forms = {
-    2: (_Form(1, 2, 1, 16, 1, 2),),
-    8: (_Form(1, 2, 1, 16, 2, 2),),
-    16: (_Form(2, 2, 4, 2, 8, 3, 2),),
+    8: (_Form(1, 1, 1, 16, 2, 2),),
+    16: (_Form(2, 2, 1, 16, 2, 2),),
     32: (_Form(4, 1, 9, 1, 8, 3),),
 }
 _SHORT_FORMS: _Forms = {
-    8: (_Form(1, 2, 1, 16, 1, 2),),
-    16: (_Form(2, 1, 5, 2, 4, 2, 2), _Form(2, 1, 4, 2, 4, 2, 2)),
-    32: (_Form(4, 1, 5, 2, 4, 2), _Form(4, 1, 4, 2, 4, 2)),
+    8: (_Form(1, 1, 1, 16, 1, 2), _Form(1, 2, 1, 16, 1, 2)),
+    16: (_Form(2, 2, 1, 16, 1, 2),),
+    32: (_Form(4, 1, 3, 4, 2, 2),),
 }
 _TABLES = (_TALL_FORMS, _LONG_FORMS, _SHORT_FORMS)
 _LARGE_FORMS = tuple(dict.fromkeys(form for table in _TABLES for forms in table.values() for form in forms))
+
+_SMALL_ARCHITECTURES, _LARGE_ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_120"), ("sm_90a", "sm_100")
+
+
+def _forms_of(rows: int) -> frozenset[_Form]:
+    """Those that `_form` chooses from for so many rows."""
+    tables = [table[_bucket(table, rows)] for table in _TABLES]
+    return frozenset((_SMALL_FORMS[_bucket(_SMALL_FORMS, rows)], *(form for forms in tables for form in forms)))
+
+
+def _bucket(table: Collection[int], tokens: int) -> int:
+    return next((most for most in table if tokens <= most), max(table))
+
 
 VARIANTS = (
     *variants("w4_dequantize", ACTIVATION_BF16=(0, 1)),
@@ -306,11 +319,11 @@ VARIANTS = (
         for add, norm in ((0, 0), (1, 0), (0, 1))
         for step in _STEPS
         for forms, architectures in (
-            (_SMALL_FORMS.values(), ("sm_80", "sm_86", "sm_89", "sm_120")),
-            (_LARGE_FORMS, ("sm_90a", "sm_100")),
+            (_SMALL_FORMS.values(), _SMALL_ARCHITECTURES),
+            (_LARGE_FORMS, _LARGE_ARCHITECTURES),
         )
         for form in forms
-        if form.takes_norm or not norm
+        if not norm or (form.takes_norm and form in _forms_of(_NORM_MOST_ROWS))
     ),
 )
 
@@ -324,10 +337,6 @@ def _form(tokens: int, n: int, k: int) -> _Form:
         return form.teams * _rounds(form, -(-n // (UNIT_ROWS * form.row_tiles)))[1]
 
     return min(table[_bucket(table, tokens)], key=turns)
-
-
-def _bucket(table: Collection[int], tokens: int) -> int:
-    return next((most for most in table if tokens <= most), max(table))
 
 
 @dataclass(frozen=True, slots=True)

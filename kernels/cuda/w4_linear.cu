@@ -34,8 +34,8 @@ constexpr int X_PADDING = 8;                                  // keeps ldmatrix 
 constexpr bool ALONE = SLICES * CLUSTER == 1;                 // a warp has the whole sum
 
 static_assert(TEAMS == 1 || SLICES < 16, "every slice has a barrier");
-static_assert(!NORM || TEAMS * TOKEN_TILES * CLUSTER == 1, "a warp normalises its slice, and a block has all slices");
-static_assert(!NORM || SLICES % 4 == 0, "the squares of four slices are added at a time");
+static_assert(!NORM || TOKEN_TILES * CLUSTER == 1, "a block has all slices");
+static_assert(!NORM || WARPS % 4 == 0, "the squares of four warps are added at a time");
 
 #if ADD
 using Result = float;
@@ -161,27 +161,30 @@ template <int count, int offset = WARP / 2> __device__ __forceinline__ float war
     else return warp_sums<KEPT, offset / 2>(kept);
 }
 
-// A slice's columns of fp32 rows that are to be normalised, in passes of four neighbouring columns a lane. The last
-// pass is the first to be scaled, as its numbers are still at hand then; with one pass nothing is read twice.
+// A slice's columns of fp32 rows that are to be normalised, in passes of four neighbouring columns a lane, which the teams
+// take in turn. A warp's last pass is the first to be scaled, as its numbers are still at hand then; with one pass nothing
+// is read twice.
 struct RawRows {
     static constexpr int PASS_K = 4 * WARP;
     const float *x, *weight;  // at this lane's column of the first pass
-    int count, k, existing, passes;
+    int count, k, existing, team, passes;
     float inverse_k;
     float4 values[TOKENS], scale;
 
     // Reads a part of the weight, and nothing that a kernel writes.
-    __device__ __forceinline__ RawRows(const float *x, const float *weight, int count, int k, int first, int columns)
+    __device__ __forceinline__ RawRows(const float *x, const float *weight, int count, int k, int first, int columns, int team)
         : x(x + first + threadIdx.x % WARP * 4), weight(weight + first + threadIdx.x % WARP * 4), count(count), k(k),
-          existing(min(columns, k - first) - int(threadIdx.x % WARP) * 4),
-          passes(max(1, (columns + PASS_K - 1) / PASS_K)), inverse_k(1.f / k) {
+          existing(min(columns, k - first) - int(threadIdx.x % WARP) * 4), team(team),
+          passes(max(1, ((columns + PASS_K - 1) / PASS_K - team + TEAMS - 1) / TEAMS)), inverse_k(1.f / k) {
         read_scale(passes - 1);
     }
 
-    __device__ __forceinline__ bool exists(int pass) const { return pass * PASS_K < existing; }
+    // Where a pass of this warp lies in the slice.
+    __device__ __forceinline__ int offset(int pass) const { return (pass * TEAMS + team) * PASS_K; }
+    __device__ __forceinline__ bool exists(int pass) const { return offset(pass) < existing; }
 
     __device__ __forceinline__ void read_scale(int pass) {
-        scale = exists(pass) ? *reinterpret_cast<const float4 *>(weight + pass * PASS_K) : float4{};
+        scale = exists(pass) ? *reinterpret_cast<const float4 *>(weight + offset(pass)) : float4{};
     }
 
     // Past the L1, as another kernel has just written them.
@@ -189,14 +192,14 @@ struct RawRows {
 #pragma unroll
         for (int i = 0; i < TOKENS; i++) {
             if (i >= count) break;
-            values[i] = exists(pass) ? __ldcg(reinterpret_cast<const float4 *>(x + i * k + pass * PASS_K)) : float4{};
+            values[i] = exists(pass) ? __ldcg(reinterpret_cast<const float4 *>(x + i * k + offset(pass))) : float4{};
         }
     }
 
     // 1 / sqrt(mean of x^2 + eps) over the whole row of token `lane % TOKENS`. The order of the sum does not depend on
     // other tokens. All warps of the block meet.
     __device__ __forceinline__ float factor(float eps) {
-        __shared__ float squares[SLICES][TOKENS];
+        __shared__ float squares[WARPS][TOKENS];
         const int lane = threadIdx.x % WARP;
         float sums[TOKENS] = {};
 #pragma unroll 1
@@ -214,7 +217,7 @@ struct RawRows {
         __syncthreads();
         float total = 0.f;
 #pragma unroll
-        for (int i = 0; i < SLICES; i += WARP / TOKENS) total += squares[i + lane / TOKENS][lane % TOKENS];
+        for (int i = 0; i < WARPS; i += WARP / TOKENS) total += squares[i + lane / TOKENS][lane % TOKENS];
 #pragma unroll
         for (int offset = TOKENS; offset < WARP; offset *= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
         return rsqrtf(fmaf(total, inverse_k, eps));
@@ -276,7 +279,7 @@ struct Tokens {
                 raw.read_scale(pass);
                 raw.read_values(pass);
             }
-            const int column = pass * RawRows::PASS_K + threadIdx.x % WARP * 4;
+            const int column = raw.offset(pass) + threadIdx.x % WARP * 4;
 #pragma unroll
             for (int i = 0; i < TOKENS; i++) {
                 if (i >= count) break;
@@ -286,9 +289,9 @@ struct Tokens {
                 if (column < steps * STEP_K) store4(x + i * row + column, normed);
             }
         }
-        __syncwarp();
-        sum(steps * STEP_SCALES, 0);
-        __syncwarp();
+        sync_slice();
+        sum(steps * STEP_SCALES, raw.team);
+        sync_slice();
     }
 
     // By products with ones: a column is a span of a token, all rows hold its sum.
@@ -496,7 +499,7 @@ w4_linear(const Input *x, const uint8 *codes, const uint8 *scales, const Activat
     const Output output = {out, bias, shape, tokens.count, pair_shift};
 
 #if NORM
-    RawRows raw(x, norm_weight, tokens.count, k, begin * STEP_K, (end - begin) * STEP_K);
+    RawRows raw(x, norm_weight, tokens.count, k, begin * STEP_K, (end - begin) * STEP_K, team);
     wait_for_previous_kernel();
     tokens.stage(raw, eps, end - begin);
 #else
