@@ -35,8 +35,6 @@ UNIT_ROWS, UNIT_K = 16, 64
 PADDING = 64
 SMALLEST_GROUP = 32
 _SUM_BYTES = 32 << 10  # of shared memory, for sums of more than one turn
-_NORM_MOST_ROWS = 4  # every block normalises all of x anew: on an H200, more rows are normalised faster beforehand
-_NORM_BYTES = 512  # of shared memory, which the kernel reserves for sums of squares: 16 warps, 8 rows
 _PACKED_AT_ONCE = 16 << 20  # bytes of codes: bounds the temporaries of packing
 
 
@@ -135,14 +133,6 @@ def unpack_w4(matrix: W4Matrix) -> Tensor:
     return weights
 
 
-@dataclass(frozen=True, slots=True)
-class RowNorm:
-    """x / sqrt(mean(x^2) + eps) * weight of every row x [k]; `weight` fp32 [k]."""
-
-    weight: Tensor
-    eps: float
-
-
 def w4_linear(
     x: Tensor,
     matrix: W4Matrix,
@@ -151,21 +141,18 @@ def w4_linear(
     bias: Tensor | None = None,
     silu: bool = False,
     add: bool = False,
-    norm: RowNorm | None = None,
 ) -> None:
     """out [M, n] = x [M, k] W^T + bias [n], all in one activation type; with `silu`, out [M, n/2] = silu(gate) * up.
 
-    For `silu` the matrix rows are gate and up in turns of 8. With `add`, out is fp32 and the product is added to it,
-    unrounded. With `norm`, x is fp32, and its rows are normalised and rounded to the type of out before the product:
-    only where `takes_norm`. `add` stands alone. Any M works, few are fast. Raises KernelArgumentError.
+    For `silu` the matrix rows are gate and up in turns of 8. With `add`, and no `silu`, out is fp32 and the product is
+    added to it, unrounded. Any M works, few are fast. Raises KernelArgumentError.
     """
     check_epilogue(matrix, silu, add)
-    if add and norm is not None:
-        raise KernelArgumentError("norm and add are both given; allowed: one of them")
-    activation = _checked_activation(x, matrix, out, silu, add, norm)
+    check_tensor("x", x, ACTIVATIONS, (("M", None), ("k", matrix.k)))
+    tokens, width = x.shape[0], ("n/2", matrix.n // 2) if silu else ("n", matrix.n)
+    check_tensor("out", out, torch.float32 if add else x.dtype, (("M", tokens), width), alignment=4 if add else 2)
     if bias is not None:
-        check_tensor("bias", bias, activation, (("n", matrix.n),), alignment=2)
-    tokens = x.shape[0]
+        check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
     if not tokens:
         return
     units, groups = matrix.codes.shape[1], matrix.scales.shape[1]
@@ -173,22 +160,13 @@ def w4_linear(
     plan = _plan(form, tokens, matrix.n, units, matrix.group_size)
     sizes = (tokens, matrix.n, matrix.k, units, groups, _group_shift(matrix))
     division = (plan.pair_shift, plan.chunk_steps, plan.rounds_at_once)
-    purpose = {"ACTIVATION_BF16": int(activation is torch.bfloat16), "ADD": int(add), "NORM": int(norm is not None)}
+    purpose = {"ACTIVATION_BF16": int(x.dtype is torch.bfloat16), "ADD": int(add)}
     load("w4_linear", **purpose, **form.macros(), **plan.step.macros()).launch(
         plan.grid,
         form.warps * 32,
-        (
-            *(x, matrix.codes, matrix.scales, bias, out, *sizes, int(silu), *division),
-            *(() if norm is None else (norm.weight, float(norm.eps))),
-        ),
+        (x, matrix.codes, matrix.scales, bias, out, *sizes, int(silu), *division),
         plan.shared_bytes,
     )
-
-
-def takes_norm(matrix: W4Matrix, rows: int) -> bool:
-    """Whether `w4_linear` normalises so many rows of x: few, which a block holds as a whole."""
-    form, units = _form(rows, matrix.n, matrix.k), matrix.codes.shape[1]
-    return rows <= _NORM_MOST_ROWS and form.takes_norm and _plan(form, rows, matrix.n, units, matrix.group_size).holds_x
 
 
 def check_epilogue(matrix: W4Matrix, silu: bool, add: bool) -> None:
@@ -197,22 +175,6 @@ def check_epilogue(matrix: W4Matrix, silu: bool, add: bool) -> None:
         raise KernelArgumentError(f"n is {matrix.n}; gate and up in turns of 8 rows need a multiple of {UNIT_ROWS}")
     if silu and add:
         raise KernelArgumentError("silu and add are both given; allowed: one of them")
-
-
-def _checked_activation(
-    x: Tensor, matrix: W4Matrix, out: Tensor, silu: bool, add: bool, norm: RowNorm | None
-) -> torch.dtype:
-    """The type that is multiplied: that of x, or of out where x is yet to be normalised."""
-    check_tensor("x", x, ACTIVATIONS if norm is None else torch.float32, (("M", None), ("k", matrix.k)))
-    rows, width = x.shape[0], ("n/2", matrix.n // 2) if silu else ("n", matrix.n)
-    if norm is None:
-        check_tensor("out", out, torch.float32 if add else x.dtype, (("M", rows), width), alignment=4 if add else 2)
-        return x.dtype
-    check_tensor("out", out, ACTIVATIONS, (("M", rows), width), alignment=2)
-    check_tensor("norm.weight", norm.weight, torch.float32, (("k", matrix.k),))
-    if not takes_norm(matrix, rows):
-        raise KernelArgumentError(f"norm is given for {rows} rows of k={matrix.k}; allowed: where takes_norm says so")
-    return out.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +198,6 @@ class _Form:
     def warps(self) -> int:
         """Of a block."""
         return self.teams * self.slices
-
-    @property
-    def takes_norm(self) -> bool:
-        """All of K lies in one block."""
-        return self.token_tiles == self.cluster == 1
 
     def macros(self) -> dict[str, int]:
         return {
@@ -294,14 +251,6 @@ _SHORT_FORMS: _Forms = {
 _TABLES = (_TALL_FORMS, _LONG_FORMS, _SHORT_FORMS)
 _LARGE_FORMS = tuple(dict.fromkeys(form for table in _TABLES for forms in table.values() for form in forms))
 
-_SMALL_ARCHITECTURES, _LARGE_ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_120"), ("sm_90a", "sm_100")
-
-
-def _forms_of(rows: int) -> frozenset[_Form]:
-    """Those that `_form` chooses from for so many rows."""
-    tables = [table[_bucket(table, rows)] for table in _TABLES]
-    return frozenset((_SMALL_FORMS[_bucket(_SMALL_FORMS, rows)], *(form for forms in tables for form in forms)))
-
 
 def _bucket(table: Collection[int], tokens: int) -> int:
     return next((most for most in table if tokens <= most), max(table))
@@ -310,20 +259,15 @@ def _bucket(table: Collection[int], tokens: int) -> int:
 VARIANTS = (
     *variants("w4_dequantize", ACTIVATION_BF16=(0, 1)),
     *(
-        Variant(
-            "w4_linear",
-            {"ACTIVATION_BF16": bf16, "ADD": add, "NORM": norm, **form.macros(), **step.macros()},
-            architectures,
-        )
+        Variant("w4_linear", {"ACTIVATION_BF16": bf16, "ADD": add, **form.macros(), **step.macros()}, architectures)
         for bf16 in (0, 1)
-        for add, norm in ((0, 0), (1, 0), (0, 1))
+        for add in (0, 1)
         for step in _STEPS
         for forms, architectures in (
-            (_SMALL_FORMS.values(), _SMALL_ARCHITECTURES),
-            (_LARGE_FORMS, _LARGE_ARCHITECTURES),
+            (_SMALL_FORMS.values(), ("sm_80", "sm_86", "sm_89", "sm_120")),
+            (_LARGE_FORMS, ("sm_90a", "sm_100")),
         )
         for form in forms
-        if not norm or (form.takes_norm and form in _forms_of(_NORM_MOST_ROWS))
     ),
 )
 
@@ -349,8 +293,6 @@ class _Plan:
     chunk_steps: int
     rounds_at_once: int
     shared_bytes: int
-    holds_x: bool
-    """Whether a block's part of x is in shared memory as a whole."""
 
 
 @functools.cache
@@ -377,12 +319,11 @@ def _plan(form: _Form, tokens: int, n: int, units: int, group_size: int) -> _Pla
         return fixed + (max(sum_bytes, x_and_sums) if rounds == 1 else sum_bytes + x_and_sums)
 
     slice_steps = -(-(units // step.units) // (form.cluster * form.slices))
-    limit = _properties().shared_memory_per_block_optin - _NORM_BYTES
+    limit = _properties().shared_memory_per_block_optin
     fitting = max(chunk for chunk in range(1, slice_steps + 1) if chunk == 1 or shared_bytes(chunk) <= limit)
     chunk_steps = -(-slice_steps // -(-slice_steps // fitting))  # equal chunks
     grid = (clusters * form.cluster, -(-tokens // form.tokens))
-    holds_x = chunk_steps == slice_steps
-    return _Plan(step, grid, pair_shift, chunk_steps, rounds_at_once, shared_bytes(chunk_steps), holds_x)
+    return _Plan(step, grid, pair_shift, chunk_steps, rounds_at_once, shared_bytes(chunk_steps))
 
 
 def _rounds(form: _Form, row_blocks: int) -> tuple[int, int]:

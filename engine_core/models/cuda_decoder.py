@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...kernels import fused
 from ...kernels.pages import KVPages
-from ...kernels.w4 import RowNorm
 from .cuda_linears import CudaBuilder, CudaLinear, Scratch
 from .layers import DecoderLayer, rotary_table
 from .registry import ModelConfig
@@ -48,6 +47,7 @@ class Activations:
     """What a pass over T tokens leaves behind it, and what the next one writes over. W is ffn."""
 
     residual: Tensor  # fp32 [T, N]
+    normed: Tensor  # [T, N]
     qkv: Tensor  # [T, (H + 2G) * D]
     q: Tensor  # [T, H, D]
     attended: Tensor  # [T, H * D]
@@ -74,7 +74,6 @@ class Workspace:
         self.scratch = Scratch(
             dense=torch.empty(scratch_elements, dtype=dtype, device=device),
             gate_up=torch.empty(max_tokens * 2 * config.intermediate_size, dtype=dtype, device=device),
-            normed=torch.empty(max_tokens * config.hidden_size, dtype=dtype, device=device),
         )
         self._chosen_residual = torch.empty(max_rows, config.hidden_size, dtype=torch.float32, device=device)
         self._chosen_attended = torch.empty(max_rows, config.num_heads * config.head_dim, dtype=dtype, device=device)
@@ -106,6 +105,7 @@ def _widths(config: ModelConfig) -> dict[str, int]:
     """Elements a token of each of the activations in the compute dtype."""
     heads = config.num_heads * config.head_dim
     return {
+        "normed": config.hidden_size,
         "qkv": heads + 2 * config.num_kv_heads * config.head_dim,
         "q": heads,
         "attended": heads,
@@ -154,7 +154,8 @@ class CudaDecoder:
         run = workspace.activations(len(tokens.ids))
         fused.embed(tokens.ids, tokens.source, tokens.previous, self._embedding, run.residual)
         for index, layer in enumerate(self._layers):
-            layer.qkv.of_norm(run.residual, RowNorm(layer.input_norm, eps), run.qkv, scratch, biased=False)
+            fused.rms_norm(run.residual, layer.input_norm, eps, run.normed)
+            layer.qkv(run.normed, run.qkv, scratch, biased=False)
             self._rope_and_write(index, tokens, pages, run)
             rows = chosen if layer is self._layers[-1] else None
             if rows is not None and not len(rows):
@@ -163,11 +164,12 @@ class CudaDecoder:
             if rows is not None:
                 run = workspace.chosen(run, rows)
             layer.attention_out.add_to(run.residual, run.attended, scratch)
-            layer.gate_up.gated_of_norm(run.residual, RowNorm(layer.mlp_norm, eps), run.gated, scratch)
+            fused.rms_norm(run.residual, layer.mlp_norm, eps, run.normed)
+            layer.gate_up.gated(run.normed, run.gated, scratch)
             layer.down.add_to(run.residual, run.gated, scratch)
         logits = workspace.logits[: len(run.residual)]
-        norm = RowNorm(self._final_norm, eps)
-        self._head.of_norm(run.residual, norm, logits[:, : self.config.vocab_size], scratch)
+        fused.rms_norm(run.residual, self._final_norm, eps, run.normed)
+        self._head(run.normed, logits[:, : self.config.vocab_size], scratch)
         return logits
 
     def _rope_and_write(self, index: int, tokens: TokenInputs, pages: KVPages, run: Activations) -> None:

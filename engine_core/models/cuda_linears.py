@@ -3,9 +3,8 @@
 Owns: which kernel multiplies how many rows, and the scratch memory that all linears share.
 Does not know: files, names of tensors, what a linear is for.
 
-Between the linears runs a residual stream in fp32. A linear takes its input from there through a norm, which it fuses
-where its kernel can, or it adds its output there. All memory is passed in, so that every call can be captured in a CUDA
-graph. In a matrix of gate and up their rows take turns of 8: a kernel that has computed both finishes silu(gate) * up.
+All memory is passed in, so that every call can be captured in a CUDA graph. In a matrix of gate and up their rows take
+turns of 8: a kernel that has computed both finishes silu(gate) * up itself.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import torch
 from torch import Tensor
 
 from ...kernels import fused, w4, w4_wide
-from ...kernels.w4 import RowNorm
 from .layers import Int8Weight
 from .w4a16 import W4Weight
 
 GATE_UP_TURNS = 8
 # Up to how many rows of x each way of multiplying a four-bit matrix is the fastest, as measured on an H200: first
 # `w4_linear`, then `w4_wide`; a dense copy from there on, or, without one, `w4_wide` further and then dequantizing.
-LINEAR_MOST_ROWS = 16
+LINEAR_MOST_ROWS = 8
 WIDE_MOST_ROWS_BESIDE_DENSE = 96
 WIDE_MOST_ROWS = 512
 LINEAR_MOST_ROWS_WITHOUT_WIDE = 64
@@ -34,12 +32,10 @@ _SLICE_ELEMENTS = 16 << 20  # of a four-bit matrix, dequantized at once: 32 MiB 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory that one linear uses at a time, in the compute dtype: `dense` [elements], `gate_up` [tokens * 2 ffn],
-    `normed` [tokens * hidden]."""
+    """Memory that one linear uses at a time, in the compute dtype: `dense` [elements], `gate_up` [tokens * 2 ffn]."""
 
     dense: Tensor
     gate_up: Tensor
-    normed: Tensor
 
 
 class PackedProduct(Protocol):
@@ -70,10 +66,7 @@ def packed_product(matrix: w4.W4Matrix, rows: int, has_dense: bool) -> PackedPro
 
 
 class CudaLinear(Protocol):
-    """y = x W^T + b for W [n, k] and x [m, k] in the compute dtype. `bias` [n] is None where there is none.
-
-    Where it is given a residual [m, k] instead, fp32, x is norm(residual).
-    """
+    """y = x W^T + b for W [n, k] and x [m, k], in the compute dtype. `bias` [n] is None where there is none."""
 
     n: int
     bias: Tensor | None
@@ -86,16 +79,16 @@ class CudaLinear(Protocol):
         """What `Scratch.dense` must hold."""
         ...
 
-    def of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """out [m, n] = y; not `biased`: without the bias, which the caller adds."""
         ...
 
-    def gated_of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch) -> None:
+    def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         """out [m, n/2] = silu(gate) * up of y, for a matrix of gate and up."""
         ...
 
     def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
-        """residual fp32 [m, n] += y."""
+        """residual fp32 [m, n] += y, which is not rounded before."""
         ...
 
 
@@ -113,29 +106,24 @@ class DenseCudaLinear:
         """Bytes that this layer keeps in memory."""
         return self._weight.nbytes + _nbytes(self.bias)
 
-    def of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """See CudaLinear."""
-        self._multiply(_normed(residual, norm, scratch), out, biased)
-
-    def gated_of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch) -> None:
-        """See CudaLinear."""
-        gate_up = _gate_up(scratch, len(residual), self.n)
-        self._multiply(_normed(residual, norm, scratch), gate_up, biased=True)
-        fused.silu_multiply(gate_up, out)
-
-    def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
-        """See CudaLinear."""
-        _add_product(residual, x, self._weight)
-        if self.bias is not None:
-            residual.add_(self.bias)
-
-    def _multiply(self, x: Tensor, out: Tensor, biased: bool) -> None:
         if out.dtype is x.dtype:
             torch.mm(x, self._weight.t(), out=out)
         else:
             torch.mm(x, self._weight.t(), out_dtype=out.dtype, out=out)
         if biased and self.bias is not None:
             out.add_(self.bias)
+
+    def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        _gate_apart(self, x, out, scratch)
+
+    def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        _add_product(residual, x, self._weight)
+        if self.bias is not None:
+            residual.add_(self.bias)
 
 
 class W4CudaLinear:
@@ -156,25 +144,25 @@ class W4CudaLinear:
         """See CudaLinear."""
         return max((part.n * part.k for part in self._slices), default=0)
 
-    def of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """See CudaLinear."""
         bias = self.bias if biased else None
-        if self._takes_norm(len(residual)):
-            w4.w4_linear(residual, self._matrix, out, bias=bias, norm=norm)
-        else:
-            self._multiply(_normed(residual, norm, scratch), out, bias, scratch)
+        packed = self._packed_product(len(x))
+        if packed is not None:
+            packed(x, self._matrix, out, bias=bias)
+            return
+        for columns, dense in self._dense_parts(scratch):
+            torch.mm(x, dense.t(), out=out[:, columns])
+        if bias is not None:
+            out.add_(bias)
 
-    def gated_of_norm(self, residual: Tensor, norm: RowNorm, out: Tensor, scratch: Scratch) -> None:
+    def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         """See CudaLinear."""
-        packed = self._packed_product(len(residual))
-        if self._takes_norm(len(residual)):
-            w4.w4_linear(residual, self._matrix, out, bias=self.bias, silu=True, norm=norm)
-        elif packed is not None:
-            packed(_normed(residual, norm, scratch), self._matrix, out, bias=self.bias, silu=True)
+        packed = self._packed_product(len(x))
+        if packed is not None:
+            packed(x, self._matrix, out, bias=self.bias, silu=True)
         else:
-            gate_up = _gate_up(scratch, len(residual), self.n)
-            self._multiply(_normed(residual, norm, scratch), gate_up, self.bias, scratch)
-            fused.silu_multiply(gate_up, out)
+            _gate_apart(self, x, out, scratch)
 
     def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
         """See CudaLinear."""
@@ -186,19 +174,6 @@ class W4CudaLinear:
             _add_product(residual[:, columns], x, dense)
         if self.bias is not None:
             residual.add_(self.bias)
-
-    def _multiply(self, x: Tensor, out: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
-        packed = self._packed_product(len(x))
-        if packed is not None:
-            packed(x, self._matrix, out, bias=bias)
-            return
-        for columns, dense in self._dense_parts(scratch):
-            torch.mm(x, dense.t(), out=out[:, columns])
-        if bias is not None:
-            out.add_(bias)
-
-    def _takes_norm(self, rows: int) -> bool:
-        return self._packed_product(rows) is w4.w4_linear and w4.takes_norm(self._matrix, rows)
 
     def _packed_product(self, rows: int) -> PackedProduct | None:
         return packed_product(self._matrix, rows, has_dense=self._dense is not None)
@@ -215,14 +190,11 @@ class W4CudaLinear:
             first += part.n
 
 
-def _normed(residual: Tensor, norm: RowNorm, scratch: Scratch) -> Tensor:
-    normed = scratch.normed[: residual.numel()].view(residual.shape)
-    fused.rms_norm(residual, norm.weight, norm.eps, normed)
-    return normed
-
-
-def _gate_up(scratch: Scratch, rows: int, columns: int) -> Tensor:
-    return scratch.gate_up[: rows * columns].view(rows, columns)
+def _gate_apart(linear: CudaLinear, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+    """The product first, silu(gate) * up from there."""
+    gate_up = scratch.gate_up[: len(x) * linear.n].view(len(x), linear.n)
+    linear(x, gate_up, scratch)
+    fused.silu_multiply(gate_up, out)
 
 
 def _add_product(residual: Tensor, x: Tensor, weight: Tensor) -> None:

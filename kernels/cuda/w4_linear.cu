@@ -9,12 +9,11 @@
 //
 // Codes are multiplied as they stand; a group's fp32 sum is scaled, and its minimum enters by the group's sum of x.
 //
-// ADD: `out` is fp32, and the product is added to it. NORM: x is fp32, its rows' RMS norms are multiplied. Every block
-// computes them for itself, and so must hold all of x at once.
+// ADD: `out` is fp32, and the product is added to it.
 //
 // Macros: TOKEN_TILES (8 tokens each), ROW_TILES (16 rows of W each), TEAMS, SLICES, CLUSTER, STAGES, STEP_UNITS (64 k each,
 // all in one group, or in STEP_SCALES = 2 groups of 32); RESIDENT, the blocks whose registers shall fit on a
-// multiprocessor; ADD; NORM.
+// multiprocessor; ADD.
 // Block: TEAMS * SLICES * 32. Grid: (CLUSTER * any, ceil(tokens / TOKENS)).
 #include "mma.cuh"
 #include "w4.cuh"
@@ -34,18 +33,11 @@ constexpr int X_PADDING = 8;                                  // keeps ldmatrix 
 constexpr bool ALONE = SLICES * CLUSTER == 1;                 // a warp has the whole sum
 
 static_assert(TEAMS == 1 || SLICES < 16, "every slice has a barrier");
-static_assert(!NORM || TOKEN_TILES * CLUSTER == 1, "a block has all slices");
-static_assert(!NORM || WARPS % 4 == 0, "the squares of four warps are added at a time");
 
 #if ADD
 using Result = float;
 #else
 using Result = Activation;
-#endif
-#if NORM
-using Input = float;
-#else
-using Input = Activation;
 #endif
 
 struct Shape {
@@ -140,90 +132,6 @@ struct WeightStream {
     }
 };
 
-__device__ __forceinline__ void store4(Activation *to, const float (&values)[4]) {
-    uint2 bits;
-#pragma unroll
-    for (int i = 0; i < 4; i++) reinterpret_cast<Activation *>(&bits)[i] = from_float<Activation>(values[i]);
-    *reinterpret_cast<uint2 *>(to) = bits;
-}
-
-// Sums over the warp of `count` numbers a lane, a power of two: number lane / (WARP / count) is this lane's.
-template <int count, int offset = WARP / 2> __device__ __forceinline__ float warp_sums(const float (&x)[count]) {
-    constexpr int KEPT = (count + 1) / 2;
-    const bool upper = threadIdx.x & offset;
-    float kept[KEPT];
-#pragma unroll
-    for (int i = 0; i < KEPT; i++) {
-        const float own = upper ? x[count - KEPT + i] : x[i], other = upper ? x[i] : x[count - KEPT + i];
-        kept[i] = own + __shfl_xor_sync(0xffffffffu, other, offset);
-    }
-    if constexpr (offset == 1) return kept[0];
-    else return warp_sums<KEPT, offset / 2>(kept);
-}
-
-// A slice's columns of fp32 rows that are to be normalised, in passes of four neighbouring columns a lane, which the teams
-// take in turn. A warp's last pass is the first to be scaled, as its numbers are still at hand then; with one pass nothing
-// is read twice.
-struct RawRows {
-    static constexpr int PASS_K = 4 * WARP;
-    const float *x, *weight;  // at this lane's column of the first pass
-    int count, k, existing, team, passes;
-    float inverse_k;
-    float4 values[TOKENS], scale;
-
-    // Reads a part of the weight, and nothing that a kernel writes.
-    __device__ __forceinline__ RawRows(const float *x, const float *weight, int count, int k, int first, int columns, int team)
-        : x(x + first + threadIdx.x % WARP * 4), weight(weight + first + threadIdx.x % WARP * 4), count(count), k(k),
-          existing(min(columns, k - first) - int(threadIdx.x % WARP) * 4), team(team),
-          passes(max(1, ((columns + PASS_K - 1) / PASS_K - team + TEAMS - 1) / TEAMS)), inverse_k(1.f / k) {
-        read_scale(passes - 1);
-    }
-
-    // Where a pass of this warp lies in the slice.
-    __device__ __forceinline__ int offset(int pass) const { return (pass * TEAMS + team) * PASS_K; }
-    __device__ __forceinline__ bool exists(int pass) const { return offset(pass) < existing; }
-
-    __device__ __forceinline__ void read_scale(int pass) {
-        scale = exists(pass) ? *reinterpret_cast<const float4 *>(weight + offset(pass)) : float4{};
-    }
-
-    // Past the L1, as another kernel has just written them.
-    __device__ __forceinline__ void read_values(int pass) {
-#pragma unroll
-        for (int i = 0; i < TOKENS; i++) {
-            if (i >= count) break;
-            values[i] = exists(pass) ? __ldcg(reinterpret_cast<const float4 *>(x + i * k + offset(pass))) : float4{};
-        }
-    }
-
-    // 1 / sqrt(mean of x^2 + eps) over the whole row of token `lane % TOKENS`. The order of the sum does not depend on
-    // other tokens. All warps of the block meet.
-    __device__ __forceinline__ float factor(float eps) {
-        __shared__ float squares[WARPS][TOKENS];
-        const int lane = threadIdx.x % WARP;
-        float sums[TOKENS] = {};
-#pragma unroll 1
-        for (int pass = 0; pass < passes; pass++) {
-            read_values(pass);
-#pragma unroll
-            for (int i = 0; i < TOKENS; i++) {
-                if (i >= count) break;
-                const float4 v = values[i];
-                sums[i] += fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w);
-            }
-        }
-        const float sum = warp_sums(sums);
-        if (lane % (WARP / TOKENS) == 0) squares[threadIdx.x / WARP][lane / (WARP / TOKENS)] = sum;
-        __syncthreads();
-        float total = 0.f;
-#pragma unroll
-        for (int i = 0; i < WARPS; i += WARP / TOKENS) total += squares[i + lane / TOKENS][lane % TOKENS];
-#pragma unroll
-        for (int offset = TOKENS; offset < WARP; offset *= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
-        return rsqrtf(fmaf(total, inverse_k, eps));
-    }
-};
-
 // A slice's columns of x in shared memory, and their sums over every span of SPAN_K that shares a scale.
 struct Tokens {
     Activation *x;            // [tokens][row]
@@ -267,30 +175,6 @@ struct Tokens {
         }
         sync_slice();
         sum(steps * STEP_SCALES, team);
-        sync_slice();
-    }
-
-    // All of the slice at once, normalised; columns that do not exist are zero.
-    __device__ __forceinline__ void stage(RawRows &raw, float eps, int steps) {
-        const float factor = raw.factor(eps);
-#pragma unroll 1
-        for (int pass = raw.passes - 1; pass >= 0; pass--) {
-            if (pass + 1 < raw.passes) {
-                raw.read_scale(pass);
-                raw.read_values(pass);
-            }
-            const int column = raw.offset(pass) + threadIdx.x % WARP * 4;
-#pragma unroll
-            for (int i = 0; i < TOKENS; i++) {
-                if (i >= count) break;
-                const float4 v = raw.values[i], s = raw.scale;
-                const float own = __shfl_sync(0xffffffffu, factor, i);
-                const float normed[4] = {v.x * (own * s.x), v.y * (own * s.y), v.z * (own * s.z), v.w * (own * s.w)};
-                if (column < steps * STEP_K) store4(x + i * row + column, normed);
-            }
-        }
-        sync_slice();
-        sum(steps * STEP_SCALES, raw.team);
         sync_slice();
     }
 
@@ -467,15 +351,11 @@ __device__ __forceinline__ void hand_over(const Accumulators &acc, float4 *sums,
 
 // `pair_shift`: 2 << pair_shift is at least the tokens of a block. `chunk_steps` steps of a slice of x are held at once, all
 // of them if they fit. After `rounds_at_once` rounds, a power of two, sums are added; where there is one round only, they
-// lie where x was. Only NORM has `norm_weight` and `eps`.
+// lie where x was.
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(THREADS, RESIDENT)
-w4_linear(const Input *x, const uint8 *codes, const uint8 *scales, const Activation *bias, Result *out,
+w4_linear(const Activation *x, const uint8 *codes, const uint8 *scales, const Activation *bias, Result *out,
           int total_tokens, int n, int k, int units, int groups, int group_shift, int silu,
-          int pair_shift, int chunk_steps, int rounds_at_once
-#if NORM
-          , const float *norm_weight, float eps
-#endif
-) {
+          int pair_shift, int chunk_steps, int rounds_at_once) {
     let_next_kernel_start();
     if constexpr (CLUSTER > 1) cluster_arrive();
     extern __shared__ __align__(16) uint8 shared[];
@@ -498,22 +378,14 @@ w4_linear(const Input *x, const uint8 *codes, const uint8 *scales, const Activat
                   min(TOKENS, total_tokens - first_token()), x_row, pair_shift + 1);
     const Output output = {out, bias, shape, tokens.count, pair_shift};
 
-#if NORM
-    RawRows raw(x, norm_weight, tokens.count, k, begin * STEP_K, (end - begin) * STEP_K, team);
     wait_for_previous_kernel();
-    tokens.stage(raw, eps, end - begin);
-#else
-    wait_for_previous_kernel();
-#endif
     if constexpr (CLUSTER > 1) cluster_wait();  // all blocks run: their memory may be written to
     for (int round = 0; round < rounds; round++) {
         const int slot = round & (rounds_at_once - 1), turn = round * TEAMS + team;
         Accumulators acc = {};
         for (int chunk = begin; chunk < end; chunk += chunk_steps) {
             const int chunk_end = min(chunk + chunk_steps, end);
-#if !NORM
             if (round == 0 || end - begin > chunk_steps) tokens.stage(x + size_t(first_token()) * k, k, chunk, chunk_end - chunk, team);
-#endif
             if (turn >= turns) continue;
 #pragma unroll 1
             for (int step = chunk; step < chunk_end; step++) {

@@ -43,7 +43,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         (fused, "rope_and_write", rope_and_write),
         (fused, "silu_multiply", silu_multiply),
         (w4, "w4_linear", w4_linear),
-        (w4, "takes_norm", lambda matrix, rows: rows <= 8),
         (w4, "w4_dequantize", w4_dequantize),
         (w4_wide, "supports", lambda matrix, m: False),
         (decode_attention, "paged_decode", paged_decode),
@@ -132,11 +131,7 @@ def w4_linear(
     bias: Tensor | None = None,
     silu: bool = False,
     add: bool = False,
-    norm: w4.RowNorm | None = None,
 ) -> None:
-    if norm is not None:
-        assert x.dtype is torch.float32
-        x = fused.rms_norm_reference(x, norm.weight, norm.eps).to(out.dtype)
     y = x.float() @ w4.unpack_w4(matrix).t()
     y = y if bias is None else y + bias.float()
     if add:
