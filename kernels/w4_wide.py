@@ -22,11 +22,10 @@ from .w4 import UNIT_K, UNIT_ROWS, W4Matrix
 
 ARCHITECTURE = "sm_90a"
 
-_STAGE_UNITS = 2  # of 64 k, that the kernel fetches at a time
-_STAGE_K = _STAGE_UNITS * UNIT_K
-_UNIT_WORDS, _SCALE_HALVES = 128, 32  # of 16 rows: a unit's codes, and the scales of one group
+_UNIT_BYTES, _SCALE_BYTES = 512, 64  # of 16 rows: a unit's codes, and the scales of one group
 _MOST_STAGES = 8
 _SHARED_OF_MULTIPROCESSOR, _SHARED_OF_BLOCK, _RESERVED = 228 * 1024, 227 * 1024, 1024
+_FEW_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,9 @@ class Tiling:
     """How a product is divided; the macros of w4_wide.cu.
 
     A tile is 64 * warpgroups rows of W by tile_m rows of x. A cluster is `multicast` tiles, which share what they fetch
-    of x, times `splits` parts of K. `resident` blocks fit on a multiprocessor. A warpgroup converts the weights of
-    `batch` steps of 16 k while it multiplies the steps before.
+    of x, times `splits` parts of K. A block fetches pieces of 64 * stage_units k, up to `most_stages` ahead; its `teams`
+    share every piece. `resident` blocks fit on a multiprocessor. A warpgroup converts the weights of `batch` steps of
+    16 k while it multiplies the steps before.
     """
 
     warpgroups: int
@@ -44,23 +44,48 @@ class Tiling:
     multicast: int
     resident: int
     batch: int
+    teams: int = 1
+    stage_units: int = 2
+    most_stages: int = _MOST_STAGES
+
+    def stage_k(self) -> int:
+        """Of a piece."""
+        return self.stage_units * UNIT_K
+
+    def stage_groups(self, matrix: W4Matrix) -> int:
+        """Scales of a row in a piece."""
+        return 1 if matrix.scales.shape[1] == 1 else max(1, self.stage_k() // matrix.group_size)
 
     def stage_bytes(self, stage_groups: int) -> int:
-        """Of a piece of 128 k: x, codes, scales."""
-        x = self.tile_m * _STAGE_K * 2
-        codes, scales = _STAGE_UNITS * _UNIT_WORDS * 4, stage_groups * _SCALE_HALVES * 2
-        return -(-(x + 4 * self.warpgroups * (codes + scales)) // 1024) * 1024
+        """Of a piece: x, codes, scales."""
+        x = self.tile_m * self.stage_k() * 2
+        of_16_rows = self.stage_units * _UNIT_BYTES + stage_groups * _SCALE_BYTES
+        return -(-(x + 4 * self.warpgroups * of_16_rows) // 1024) * 1024
+
+    def shared_bytes(self, stage_groups: int) -> int:
+        """Of a block."""
+        return self.stages(stage_groups) * (self.stage_bytes(stage_groups) + 16) + self._fixed_bytes()
 
     def stages(self, stage_groups: int) -> int:
         """As many as fit when `resident` blocks share a multiprocessor."""
-        room = min(_SHARED_OF_BLOCK, _SHARED_OF_MULTIPROCESSOR // self.resident - _RESERVED) - 16 * _MOST_STAGES
-        return min(_MOST_STAGES, room // self.stage_bytes(stage_groups))
+        room = min(_SHARED_OF_BLOCK, _SHARED_OF_MULTIPROCESSOR // self.resident - _RESERVED) - self._fixed_bytes()
+        return min(self.most_stages, room // (self.stage_bytes(stage_groups) + 16))
+
+    def _fixed_bytes(self) -> int:
+        """Of a barrier, and of results that lie behind the ring."""
+        if self.splits * self.teams == 1 or self.tile_m > _FEW_ROWS:
+            return 8
+        row_shares = min(self.splits, self.tile_m // 8)
+        rows, columns = self.tile_m // row_shares, 64 * self.warpgroups * row_shares // self.splits
+        return 8 + self.splits * self.teams * rows * columns * 4 + rows * (columns + 8) * 2
 
     def macros(self, stage_groups: int) -> dict[str, int]:
         """Of w4_wide.cu, but for the activation type and silu."""
         return {
+            "STAGE_UNITS": self.stage_units,
             "STAGE_GROUPS": stage_groups,
             "WARPGROUPS": self.warpgroups,
+            "TEAMS": self.teams,
             "TILE_M": self.tile_m,
             "SPLITS": self.splits,
             "MULTICAST": self.multicast,
@@ -74,7 +99,7 @@ class Tiling:
 # a long K; few and a short K. From measurements of the linears of a 3B model on an H200.
 _Table = tuple[tuple[int, Tiling], ...]
 _LARGEST = Tiling(2, 256, 1, 2, 1, 1)
-_MANY_ROWS, _LONG_K = 8192, 8192
+_MANY_ROWS, _LONG_K, _SHORT_K = 8192, 8192, 1024
 _TALL: _Table = (
     (32, Tiling(3, 32, 1, 1, 1, 4)),
     (64, Tiling(3, 64, 1, 1, 1, 4)),
@@ -158,32 +183,32 @@ def w4_wide_linear(
 
 def _tiling(matrix: W4Matrix, m: int) -> Tiling:
     table = _LONG if matrix.k >= _LONG_K else _SMALL
-    if matrix.n >= _MANY_ROWS or matrix.k < 8 * _STAGE_K:  # a short K has no pieces for all splits
+    if matrix.n >= _MANY_ROWS or matrix.k < _SHORT_K:  # a short K has no pieces for all splits
         table = _TALL
     return next((tiling for most, tiling in table if m <= most), _LARGEST)
 
 
 def _launch(tiling: Tiling, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
-    m, (unit_rows, units), groups = x.shape[0], matrix.codes.shape[:2], matrix.scales.shape[1]
-    stage_groups = 1 if groups == 1 else max(1, _STAGE_K // matrix.group_size)
-    group_shift = 30 if groups == 1 else (matrix.group_size // _STAGE_K).bit_length() - 1
-    stages, tile_unit_rows = tiling.stages(stage_groups), 4 * tiling.warpgroups
+    m, (unit_rows, units) = x.shape[0], matrix.codes.shape[:2]
+    stage_groups, tile_unit_rows = tiling.stage_groups(matrix), 4 * tiling.warpgroups
+    one_group = matrix.scales.shape[1] == 1
+    group_shift = 30 if one_group else (matrix.group_size // tiling.stage_k()).bit_length() - 1
     bf16 = int(x.dtype == torch.bfloat16)
     kernel = load("w4_wide", ACTIVATION_BF16=bf16, SILU=int(silu), **tiling.macros(stage_groups))
     clusters = -(-m // tiling.tile_m) * -(-unit_rows // (tile_unit_rows * tiling.multicast))
     kernel.launch(
         (clusters * tiling.multicast * tiling.splits,),
-        128 * tiling.warpgroups + 32,
+        128 * tiling.warpgroups * tiling.teams + 32,
         (
             swizzled_map(x, tiling.tile_m // tiling.multicast),
-            plain_map(matrix.codes.view(unit_rows, -1), tile_unit_rows, _STAGE_UNITS * _UNIT_WORDS),
-            plain_map(matrix.scales.view(unit_rows, -1), tile_unit_rows, stage_groups * _SCALE_HALVES),
+            plain_map(matrix.codes.view(torch.int64).view(unit_rows, -1), tile_unit_rows, tiling.stage_units * _UNIT_BYTES // 8),
+            plain_map(matrix.scales.view(unit_rows, -1), tile_unit_rows, stage_groups * _SCALE_BYTES // 2),
             bias,
             out,
             m,
             matrix.n,
-            -(-units // _STAGE_UNITS),
+            -(-units // tiling.stage_units),
             group_shift,
         ),
-        stages * (tiling.stage_bytes(stage_groups) + 16),
+        tiling.shared_bytes(stage_groups),
     )

@@ -44,11 +44,24 @@ template <typename Place> __device__ __forceinline__ void barrier_arrive(Place b
         : "memory");
 }
 
+// For what copies and this block's threads have written.
 template <typename Place> __device__ __forceinline__ void barrier_wait(Place barrier, uint32 parity) {
     uint32 done;
     do {
         asm volatile(
             "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+            : "=r"(done)
+            : "r"(shared_address(barrier)), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+// The same for what the cluster's other blocks have sent, too.
+template <typename Place> __device__ __forceinline__ void barrier_wait_cluster(Place barrier, uint32 parity) {
+    uint32 done;
+    do {
+        asm volatile(
+            "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
             : "=r"(done)
             : "r"(shared_address(barrier)), "r"(parity)
             : "memory");
@@ -87,13 +100,11 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// 16 bytes from the same place in block `rank`'s shared memory.
-template <typename Place> __device__ __forceinline__ float4 read_remote(Place place, uint32 rank) {
-    float4 value;
+// 16 bytes to the same place in block `rank`'s shared memory, announced to the barrier at that place there.
+template <typename To, typename Place> __device__ __forceinline__ void send(To to, float4 value, Place barrier, uint32 rank) {
     asm volatile(
-        "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];}"
-        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-        : "r"(shared_address(place)), "r"(rank));
-    return value;
+        "{.reg .b32 there, told; mapa.shared::cluster.u32 there, %0, %6; mapa.shared::cluster.u32 told, %5, %6;"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%1, %2, %3, %4}, [told];}" ::"r"(shared_address(to)),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(shared_address(barrier)), "r"(rank)
+        : "memory");
 }
