@@ -44,24 +44,11 @@ template <typename Place> __device__ __forceinline__ void barrier_arrive(Place b
         : "memory");
 }
 
-// For what copies and this block's threads have written.
 template <typename Place> __device__ __forceinline__ void barrier_wait(Place barrier, uint32 parity) {
     uint32 done;
     do {
         asm volatile(
             "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-            : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(parity)
-            : "memory");
-    } while (!done);
-}
-
-// The same for what the cluster's other blocks have sent, too.
-template <typename Place> __device__ __forceinline__ void barrier_wait_cluster(Place barrier, uint32 parity) {
-    uint32 done;
-    do {
-        asm volatile(
-            "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
             : "=r"(done)
             : "r"(shared_address(barrier)), "r"(parity)
             : "memory");
@@ -100,11 +87,11 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// 16 bytes to the same place in block `rank`'s shared memory, announced to the barrier at that place there.
-template <typename To, typename Place> __device__ __forceinline__ void send(To to, float4 value, Place barrier, uint32 rank) {
+// 16 bytes to the same place in block `rank`'s shared memory.
+template <typename Place> __device__ __forceinline__ void write_remote(Place place, float4 value, uint32 rank) {
     asm volatile(
-        "{.reg .b32 there, told; mapa.shared::cluster.u32 there, %0, %6; mapa.shared::cluster.u32 told, %5, %6;"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%1, %2, %3, %4}, [told];}" ::"r"(shared_address(to)),
-        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(shared_address(barrier)), "r"(rank)
+        "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %5;"
+        "st.shared::cluster.v4.f32 [remote], {%1, %2, %3, %4};}" ::"r"(shared_address(place)),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(rank)
         : "memory");
 }

@@ -19,6 +19,7 @@
 constexpr int TEAM_UNITS = STAGE_UNITS / TEAMS;
 constexpr int TEAM_GROUPS = STAGE_GROUPS > TEAMS ? STAGE_GROUPS / TEAMS : 1;
 constexpr int STEPS = TEAM_UNITS * UNIT_WORDS;  // of 16 k, that a team multiplies in a piece
+constexpr int BATCHES = TILE_M < 256 ? STEPS / BATCH : 2;  // that have registers; the sums of 256 rows leave few
 
 constexpr int TILE_N = 64 * WARPGROUPS;
 constexpr int TILE_UNITS = TILE_N / UNIT_ROWS;
@@ -53,7 +54,7 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = RING_BYTES + (APART ? EXCHANGE_BYTES + STAGING_BYTES : 0);
 
 static_assert(APART || EXCHANGE_BYTES + STAGING_BYTES <= RING_BYTES, "results are staged in the ring");
-static_assert(STAGE_UNITS % TEAMS == 0 && STEPS % (2 * BATCH) == 0, "a team takes an even number of batches from a piece");
+static_assert(STAGE_UNITS % TEAMS == 0 && STEPS % BATCH == 0, "a piece is divided among the teams");
 static_assert(STAGE_GROUPS % TEAMS == 0 || TEAMS % STAGE_GROUPS == 0, "a team's scales are whole groups");
 static_assert(FRAGMENTS % MULTICAST == 0 && FRAGMENTS % ROW_SHARES == 0 && SPLITS % ROW_SHARES == 0 &&
               WARPGROUPS * 4 % COLUMN_SHARES == 0 && SHARE_FRAGMENTS % ADDING_TEAMS == 0, "a tile is divided by 8 rows and 16 columns");
@@ -78,8 +79,6 @@ struct Ring {
     uint32 stages;
     uint32 full;   // barriers: a piece is there
     uint32 empty;  // barriers: all warps that read it have done so, in all blocks that share x
-
-    __device__ __forceinline__ uint32 gathered() const { return empty + STAGES * 8; }  // barrier: all parts of the sums are here
 };
 
 // A stage and the parity of its current use.
@@ -99,9 +98,7 @@ __device__ __forceinline__ void open_barriers(const Ring &ring) {
         barrier_init(ring.full + stage * 8, 1);
         barrier_init(ring.empty + stage * 8, MULTICAST * CONSUMERS / WARP);
     }
-    if constexpr (K_PARTS > 1) barrier_init(ring.gathered(), 1);
     fence_barrier_init();
-    if constexpr (K_PARTS > 1) barrier_expect(ring.gathered(), EXCHANGE_BYTES);
 }
 
 // Nobody goes on before the cluster's barriers are open.
@@ -201,14 +198,14 @@ __device__ __forceinline__ void convert(uint32 word, uint2 scales, uint32 (&a)[4
     }
 }
 
-// A team's part of the block's pieces; `warp` counts within the team. While a batch of steps is multiplied, the next one's
-// weights are converted.
+// A team's part of the block's pieces; `warp` counts within the team. BATCHES of steps are under way at a time: the weights of
+// one are converted while those before are multiplied.
 __device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int team, int warp, int lane, float (&d)[TILE_M / 2]) {
     const uint32 x_at = ring.stages + team * TEAM_UNITS * X_BYTES;
     const uint32 codes_at = ring.stages + CODES_AT + warp * ROW_CODE_BYTES + team * TEAM_UNITS * UNIT_BYTES + lane * 16;
     const uint32 scales_at = ring.stages + SCALES_AT + warp * ROW_SCALE_BYTES + team * STAGE_GROUPS / TEAMS * SCALE_BYTES + lane / 4 * 8;
     uint32 previous_empty = ring.empty;
-    uint32 a[2][BATCH][4];
+    uint32 a[BATCHES * BATCH][4];
     Place place;
 #pragma unroll 1
     for (int step = 0; step < tile.pieces; step++, place.advance()) {
@@ -225,23 +222,19 @@ __device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int
         for (int first = 0; first < STEPS; first += BATCH) {
             if (first % UNIT_WORDS == 0) codes = read_16_bytes(codes_at + offset + first / UNIT_WORDS * UNIT_BYTES);
             const uint32 words[UNIT_WORDS] = {codes.x, codes.y, codes.z, codes.w};
-            uint32(&weights)[BATCH][4] = a[first / BATCH % 2];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++)
-                convert(words[(first + i) % UNIT_WORDS], scales[(first + i) * TEAM_GROUPS / STEPS], weights[i]);
-            wgmma_begin();
-            wgmma_wait<0>();
+            wgmma_wait<BATCHES - 1>();
             // The stage before has been read. Nobody waits for the last ones, and the neighbours may be gone by then.
-            if (first == 0 && step >= 1 && step - 1 + STAGES < tile.pieces && lane < MULTICAST)
+            if (first + BATCH == BATCHES * BATCH && step >= 1 && step - 1 + STAGES < tile.pieces && lane < MULTICAST)
                 barrier_arrive(previous_empty, tile.split * MULTICAST + lane);
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const int unit = (first + i) / UNIT_WORDS, word = (first + i) % UNIT_WORDS;
-                const uint64 b = x & 0xffffffff00000000ull | x_low + (unit * X_BYTES + word * 32) / 16;
-                wgmma(d, weights[i], b, step + first + i > 0);
+            for (int i = first; i < first + BATCH; i++) convert(words[i % UNIT_WORDS], scales[i * TEAM_GROUPS / STEPS], a[i % (BATCHES * BATCH)]);
+            wgmma_begin();
+#pragma unroll
+            for (int i = first; i < first + BATCH; i++) {
+                const uint64 b = x & 0xffffffff00000000ull | x_low + (i / UNIT_WORDS * X_BYTES + i % UNIT_WORDS * 32) / 16;
+                wgmma(d, a[i % (BATCHES * BATCH)], b, step + i > 0);
             }
             wgmma_commit();
-            wgmma_begin();  // keeps the compiler from converting the next weights between these wgmma
         }
         previous_empty = place.in(ring.empty, 8);
     }
@@ -251,8 +244,8 @@ __device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int
 
 __device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// Until all reads of the ring are done, in all blocks that write results there.
-__device__ __forceinline__ void ring_becomes_free() {
+// The consumers of all blocks that share a tile: what one wrote before is seen by all behind.
+__device__ __forceinline__ void splits_meet() {
     if constexpr (SPLITS > 1) {
         cluster_arrive();
         cluster_wait();
@@ -268,16 +261,16 @@ __device__ __forceinline__ Tile share_of(const Tile &tile) {
 }
 
 // Every thread sends its sums to the blocks that add them: [K_PARTS][SHARE_FRAGMENTS][SHARE_THREADS] from `exchange` on.
-__device__ __forceinline__ void send_sums(const float (&d)[TILE_M / 2], uint32 exchange, const Ring &ring, const Tile &tile,
-                                          int team, int thread) {
+__device__ __forceinline__ void send_sums(const float (&d)[TILE_M / 2], uint32 exchange, const Tile &tile, int team, int thread) {
     const int part = tile.split * TEAMS + team, column_share = thread / SHARE_THREADS;
     const uint32 to = exchange + (part * SHARE_FRAGMENTS * SHARE_THREADS + thread % SHARE_THREADS) * 16;
 #pragma unroll
     for (int j = 0; j < FRAGMENTS; j++) {
         const int share = j / SHARE_FRAGMENTS * COLUMN_SHARES + column_share;
-        send(to + j % SHARE_FRAGMENTS * SHARE_THREADS * 16, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]),
-             ring.gathered(), share * MULTICAST + tile.peer);
+        write_remote(to + j % SHARE_FRAGMENTS * SHARE_THREADS * 16, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]),
+                     share * MULTICAST + tile.peer);
     }
+    splits_meet();
 }
 
 __device__ __forceinline__ float4 read_float4(uint32 address) {
@@ -382,12 +375,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const float lower_bias = bias && column + 8 < columns ? to_float(bias[column + 8]) : 0.f;
     float d[TILE_M / 2], sum[OUT_FRAGMENTS * 4];
     multiply(tile, ring, team, team_warp, lane, d);
-    if constexpr (!APART) ring_becomes_free();
+    if constexpr (!APART) splits_meet();  // the ring becomes free
     char *results = shared + (APART ? RING_BYTES : 0);
-    if constexpr (K_PARTS > 1) {
-        send_sums(d, shared_address(results), ring, tile, team, thread);
-        barrier_wait_cluster(ring.gathered(), 0);
-    }
+    if constexpr (K_PARTS > 1) send_sums(d, shared_address(results), tile, team, thread);
     Activation *staging = reinterpret_cast<Activation *>(results + EXCHANGE_BYTES);
     if (team < ADDING_TEAMS && thread < SHARE_THREADS) {
         add_parts(d, shared_address(results), team, thread, sum);
