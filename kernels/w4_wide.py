@@ -18,7 +18,7 @@ from .checks import ACTIVATIONS, check_tensor
 from .errors import KernelArgumentError, KernelUnavailable
 from .loader import Variant, device_architecture, load, variants
 from .tensor_map import plain_map, swizzled_map
-from .w4 import UNIT_K, UNIT_ROWS, W4Matrix
+from .w4 import SMALLEST_GROUP, UNIT_K, UNIT_ROWS, W4Matrix
 
 ARCHITECTURE = "sm_90a"
 
@@ -33,8 +33,8 @@ class Tiling:
     """How a product is divided; the macros of w4_wide.cu.
 
     A tile is 64 * warpgroups rows of W by tile_m rows of x. A cluster is `multicast` tiles, which share what they fetch
-    of x, times `splits` parts of K. A block fetches pieces of 64 * stage_units k, up to `most_stages` ahead; its `teams`
-    share every piece. `resident` blocks fit on a multiprocessor. A warpgroup converts the weights of `batch` steps of
+    of x, times `splits` parts of K. A block fetches pieces of 64 * stage_units k, at most `most_stages` ahead, whose k
+    its `teams` share. `resident` blocks fit on a multiprocessor. A warpgroup converts the weights of `batch` steps of
     16 k while it multiplies the steps before.
     """
 
@@ -55,6 +55,10 @@ class Tiling:
     def stage_groups(self, matrix: W4Matrix) -> int:
         """Scales of a row in a piece."""
         return 1 if matrix.scales.shape[1] == 1 else max(1, self.stage_k() // matrix.group_size)
+
+    def all_stage_groups(self) -> list[int]:
+        """What `stage_groups` may be."""
+        return [groups for groups in (1, 2, 4, 8) if groups * SMALLEST_GROUP <= self.stage_k()]
 
     def stage_bytes(self, stage_groups: int) -> int:
         """Of a piece: x, codes, scales."""
@@ -101,14 +105,16 @@ _Table = tuple[tuple[int, Tiling], ...]
 _LARGEST = Tiling(2, 256, 1, 2, 1, 1)
 _MANY_ROWS, _LONG_K, _SHORT_K = 8192, 8192, 1024
 _TALL: _Table = (
-    (32, Tiling(3, 32, 1, 1, 1, 4)),
-    (64, Tiling(3, 64, 1, 1, 1, 4)),
+    (16, Tiling(3, 16, 1, 1, 1, 4)),
+    (32, Tiling(1, 32, 1, 1, 3, 4)),
+    (64, Tiling(1, 64, 1, 1, 3, 4)),
     (96, Tiling(3, 96, 1, 1, 1, 4)),
     (128, Tiling(3, 128, 1, 1, 1, 4)),
     (192, Tiling(3, 96, 1, 1, 1, 4)),
     (384, Tiling(3, 128, 1, 1, 1, 4)),
 )
 _LONG: _Table = (
+    (16, Tiling(1, 16, 4, 1, 2, 4)),
     (32, Tiling(1, 32, 4, 1, 2, 4)),
     (64, Tiling(1, 64, 8, 1, 3, 4)),
     (96, Tiling(1, 96, 4, 1, 2, 4)),
@@ -119,6 +125,7 @@ _LONG: _Table = (
     (1024, Tiling(2, 128, 1, 2, 1, 4)),
 )
 _SMALL: _Table = (
+    (16, Tiling(1, 16, 4, 1, 2, 4)),
     (32, Tiling(1, 32, 4, 1, 2, 4)),
     (64, Tiling(1, 64, 4, 1, 2, 4)),
     (96, Tiling(1, 96, 4, 1, 2, 4)),
@@ -130,24 +137,19 @@ _SMALL: _Table = (
 )
 
 
-def _all_variants() -> tuple[Variant, ...]:
-    """Every tiling above with every number of groups in a stage."""
-    tilings = dict.fromkeys([_LARGEST, *(tiling for table in (_TALL, _LONG, _SMALL) for _, tiling in table)])
-    return tuple(
-        variant
-        for tiling in tilings
-        for stage_groups in (1, 2, 4)
-        for variant in variants(
-            "w4_wide",
-            architectures=(ARCHITECTURE,),
-            ACTIVATION_BF16=(0, 1),
-            SILU=(0, 1),
-            **{name: (value,) for name, value in tiling.macros(stage_groups).items()},
-        )
+TILINGS = tuple(dict.fromkeys([_LARGEST, *(tiling for table in (_TALL, _LONG, _SMALL) for _, tiling in table)]))
+VARIANTS = tuple(
+    variant
+    for tiling in TILINGS
+    for stage_groups in tiling.all_stage_groups()
+    for variant in variants(
+        "w4_wide",
+        architectures=(ARCHITECTURE,),
+        ACTIVATION_BF16=(0, 1),
+        SILU=(0, 1),
+        **{name: (value,) for name, value in tiling.macros(stage_groups).items()},
     )
-
-
-VARIANTS = _all_variants()
+)
 
 
 def supports(matrix: W4Matrix, m: int) -> bool:
@@ -191,6 +193,7 @@ def _tiling(matrix: W4Matrix, m: int) -> Tiling:
 def _launch(tiling: Tiling, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tensor | None, silu: bool) -> None:
     m, (unit_rows, units) = x.shape[0], matrix.codes.shape[:2]
     stage_groups, tile_unit_rows = tiling.stage_groups(matrix), 4 * tiling.warpgroups
+    codes = matrix.codes.view(torch.int64).view(unit_rows, -1)
     one_group = matrix.scales.shape[1] == 1
     group_shift = 30 if one_group else (matrix.group_size // tiling.stage_k()).bit_length() - 1
     bf16 = int(x.dtype == torch.bfloat16)
@@ -201,7 +204,7 @@ def _launch(tiling: Tiling, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tens
         128 * tiling.warpgroups * tiling.teams + 32,
         (
             swizzled_map(x, tiling.tile_m // tiling.multicast),
-            plain_map(matrix.codes.view(torch.int64).view(unit_rows, -1), tile_unit_rows, tiling.stage_units * _UNIT_BYTES // 8),
+            plain_map(codes, tile_unit_rows, tiling.stage_units * _UNIT_BYTES // 8),
             plain_map(matrix.scales.view(unit_rows, -1), tile_unit_rows, stage_groups * _SCALE_BYTES // 2),
             bias,
             out,
