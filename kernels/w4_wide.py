@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .checks import ACTIVATIONS, check_tensor
 from .errors import KernelArgumentError, KernelUnavailable
-from .loader import Variant, device_architecture, load, variants
+from .loader import device_architecture, load, variants
 from .tensor_map import plain_map, swizzled_map
 from .w4 import SMALLEST_GROUP, UNIT_K, UNIT_ROWS, W4Matrix
 
