@@ -52,8 +52,7 @@ template <int COUNT> __device__ __forceinline__ void wgmma_settle(float (&d)[COU
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define WGMMA_NUMBERS_4 "%0,%1,%2,%3"
-#define WGMMA_NUMBERS_8 WGMMA_NUMBERS_4 ",%4,%5,%6,%7"
+#define WGMMA_NUMBERS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define WGMMA_NUMBERS_16 WGMMA_NUMBERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_NUMBERS_32 WGMMA_NUMBERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGMMA_NUMBERS_48 WGMMA_NUMBERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -65,9 +64,8 @@ template <int COUNT> __device__ __forceinline__ void wgmma_settle(float (&d)[COU
     WGMMA_NUMBERS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"    \
                      ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-#define WGMMA_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define WGMMA_D8(i) WGMMA_D4(i), WGMMA_D4(i + 4)
-#define WGMMA_D_4 WGMMA_D4(0)
+#define WGMMA_D8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WGMMA_D_8 WGMMA_D8(0)
 #define WGMMA_D_16 WGMMA_D_8, WGMMA_D8(8)
 #define WGMMA_D_32 WGMMA_D_16, WGMMA_D8(16), WGMMA_D8(24)
@@ -96,7 +94,6 @@ template <int COUNT> __device__ __forceinline__ void wgmma_settle(float (&d)[COU
                      : "l"(a), "l"(b), "r"(int(accumulate)), "n"(TRANSPOSED_B));                                       \
     }
 
-WGMMA_DEFINE(8, 4, 4, 5, 6, 7, 8, 9, 10)
 WGMMA_DEFINE(16, 8, 8, 9, 10, 11, 12, 13, 14)
 WGMMA_DEFINE(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_DEFINE(64, 32, 32, 33, 34, 35, 36, 37, 38)
