@@ -33,9 +33,9 @@ class Tiling:
     """How a product is divided; the macros of w4_wide.cu.
 
     A tile is 64 * warpgroups rows of W by tile_m rows of x. A cluster is `multicast` tiles, which share what they fetch
-    of x, times `splits` parts of K. A block fetches pieces of 64 * stage_units k, at most `most_stages` ahead, whose k
-    its `teams` share. `resident` blocks fit on a multiprocessor. A warpgroup converts the weights of `batch` steps of
-    16 k while it multiplies the steps before.
+    of x, times `splits` parts of K. A block fetches pieces of 64 * stage_units k, at most `most_stages` ahead.
+    `resident` blocks fit on a multiprocessor. A warpgroup converts the weights of `batch` steps of 16 k while it
+    multiplies those before.
     """
 
     warpgroups: int
@@ -44,7 +44,6 @@ class Tiling:
     multicast: int
     resident: int
     batch: int
-    teams: int = 1
     stage_units: int = 2
     most_stages: int = _MOST_STAGES
 
@@ -77,11 +76,11 @@ class Tiling:
 
     def _fixed_bytes(self) -> int:
         """Of a barrier, and of results that lie behind the ring."""
-        if self.splits * self.teams == 1 or self.tile_m > _FEW_ROWS:
+        if self.splits == 1 or self.tile_m > _FEW_ROWS:
             return 8
         row_shares = min(self.splits, self.tile_m // 8)
         rows, columns = self.tile_m // row_shares, 64 * self.warpgroups * row_shares // self.splits
-        return 8 + self.splits * self.teams * rows * columns * 4 + rows * (columns + 8) * 2
+        return 8 + self.splits * rows * columns * 4 + rows * (columns + 8) * 2
 
     def macros(self, stage_groups: int) -> dict[str, int]:
         """Of w4_wide.cu, but for the activation type and silu."""
@@ -89,7 +88,6 @@ class Tiling:
             "STAGE_UNITS": self.stage_units,
             "STAGE_GROUPS": stage_groups,
             "WARPGROUPS": self.warpgroups,
-            "TEAMS": self.teams,
             "TILE_M": self.tile_m,
             "SPLITS": self.splits,
             "MULTICAST": self.multicast,
@@ -105,7 +103,7 @@ _Table = tuple[tuple[int, Tiling], ...]
 _LARGEST = Tiling(2, 256, 1, 2, 1, 1)
 _MANY_ROWS, _LONG_K, _SHORT_K = 8192, 8192, 1024
 _TALL: _Table = (
-    (16, Tiling(3, 16, 1, 1, 1, 4)),
+    (16, Tiling(1, 16, 1, 1, 3, 2, stage_units=4, most_stages=3)),
     (32, Tiling(1, 32, 1, 1, 3, 4)),
     (64, Tiling(1, 64, 1, 1, 3, 4)),
     (96, Tiling(3, 96, 1, 1, 1, 4)),
@@ -114,8 +112,8 @@ _TALL: _Table = (
     (384, Tiling(3, 128, 1, 1, 1, 4)),
 )
 _LONG: _Table = (
-    (16, Tiling(1, 16, 4, 1, 2, 4)),
-    (32, Tiling(1, 32, 4, 1, 2, 4)),
+    (16, Tiling(1, 16, 8, 1, 3, 2)),
+    (32, Tiling(1, 32, 8, 1, 3, 4)),
     (64, Tiling(1, 64, 8, 1, 3, 4)),
     (96, Tiling(1, 96, 4, 1, 2, 4)),
     (128, Tiling(3, 128, 8, 1, 1, 4)),
@@ -125,7 +123,7 @@ _LONG: _Table = (
     (1024, Tiling(2, 128, 1, 2, 1, 4)),
 )
 _SMALL: _Table = (
-    (16, Tiling(1, 16, 4, 1, 2, 4)),
+    (16, Tiling(1, 16, 8, 1, 3, 2, most_stages=2)),
     (32, Tiling(1, 32, 4, 1, 2, 4)),
     (64, Tiling(1, 64, 4, 1, 2, 4)),
     (96, Tiling(1, 96, 4, 1, 2, 4)),
@@ -201,7 +199,7 @@ def _launch(tiling: Tiling, x: Tensor, matrix: W4Matrix, out: Tensor, bias: Tens
     clusters = -(-m // tiling.tile_m) * -(-unit_rows // (tile_unit_rows * tiling.multicast))
     kernel.launch(
         (clusters * tiling.multicast * tiling.splits,),
-        128 * tiling.warpgroups * tiling.teams + 32,
+        128 * tiling.warpgroups + 32,
         (
             swizzled_map(x, tiling.tile_m // tiling.multicast),
             plain_map(codes, tile_unit_rows, tiling.stage_units * _UNIT_BYTES // 8),

@@ -55,6 +55,18 @@ template <typename Place> __device__ __forceinline__ void barrier_wait(Place bar
     } while (!done);
 }
 
+// The same for what other blocks of the cluster have sent.
+template <typename Place> __device__ __forceinline__ void barrier_wait_cluster(Place barrier, uint32 parity) {
+    uint32 done;
+    do {
+        asm volatile(
+            "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+            : "=r"(done)
+            : "r"(shared_address(barrier)), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
 // The box of a two-dimensional tensor whose first element is (row, column); what lies outside of the tensor is zero.
 template <typename To, typename Place>
 __device__ __forceinline__ void copy_box(To to, const TensorMap &map, int column, int row, Place barrier) {
@@ -83,11 +95,23 @@ __device__ __forceinline__ void prefetch_map(const TensorMap &map) {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// 16 bytes to the same place in block `rank`'s shared memory.
-template <typename Place> __device__ __forceinline__ void write_remote(Place place, float4 value, uint32 rank) {
+// 16 bytes from the same place in block `rank`'s shared memory.
+template <typename Place> __device__ __forceinline__ float4 read_remote(Place place, uint32 rank) {
+    float4 value;
     asm volatile(
-        "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %5;"
-        "st.shared::cluster.v4.f32 [remote], {%1, %2, %3, %4};}" ::"r"(shared_address(place)),
-        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(rank)
+        "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(shared_address(place)), "r"(rank));
+    return value;
+}
+
+// 16 bytes to the same place in block `rank`'s shared memory, told to the barrier at the same place there.
+template <typename Place, typename Told> __device__ __forceinline__ void send(Place place, float4 value, Told barrier, uint32 rank) {
+    asm volatile(
+        "{.reg .b32 there, told; mapa.shared::cluster.u32 there, %0, %6; mapa.shared::cluster.u32 told, %5, %6;"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%1, %2, %3, %4}, [told];}" ::"r"(
+            shared_address(place)),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(shared_address(barrier)), "r"(rank)
         : "memory");
 }

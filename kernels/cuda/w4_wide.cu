@@ -2,29 +2,25 @@
 //
 // A tile of TILE_N rows of W and TILE_M rows of x is the product D[n, m] = W x^T: the weights are the operand that wgmma
 // takes from registers, where the packed layout (w4.cuh) already has its order. Pieces of STAGE_UNITS * 64 k go through a
-// ring of STAGES stages, which a warp of its own fills. A piece's k are divided among TEAMS of WARPGROUPS warpgroups, each of
-// which turns codes of 64 rows into weights and multiplies.
+// ring of STAGES stages, which a warp of its own fills; each of WARPGROUPS warpgroups turns codes of 64 rows into weights and
+// multiplies.
 //
-// A cluster is MULTICAST tiles that are neighbours in N, which share what they fetch of x, times SPLITS parts of K. The
-// sums of all splits and teams are added in their order, every block a share of the tile's. The result of a row of x depends
-// on SPLITS and TEAMS, not on the other rows.
+// A cluster is MULTICAST tiles that are neighbours in N, which share what they fetch of x, times SPLITS parts of K, whose
+// sums are added in the order of K. The result of a row of x depends on SPLITS, not on the other rows.
 //
 // Macros: ACTIVATION_BF16; SILU (rows of W are gate and up in turns of 8, out [M, N/2] = silu(gate) * up); STAGE_UNITS;
-// STAGE_GROUPS (groups in a piece, at least 1); WARPGROUPS, TEAMS, TILE_M, SPLITS, MULTICAST, STAGES; BATCH, the steps of 16 k
-// that are multiplied while the next ones are converted; RESIDENT, the blocks that shall fit on one multiprocessor.
+// STAGE_GROUPS (groups in a piece, at least 1); WARPGROUPS, TILE_M, SPLITS, MULTICAST, STAGES; BATCH, the steps of 16 k
+// whose weights are converted at a time; RESIDENT, the blocks that shall fit on one multiprocessor.
 #include "tma.cuh"
 #include "w4.cuh"
 #include "wgmma.cuh"
 
-constexpr int TEAM_UNITS = STAGE_UNITS / TEAMS;
-constexpr int TEAM_GROUPS = STAGE_GROUPS > TEAMS ? STAGE_GROUPS / TEAMS : 1;
-constexpr int STEPS = TEAM_UNITS * UNIT_WORDS;  // of 16 k, that a team multiplies in a piece
+constexpr int STEPS = STAGE_UNITS * UNIT_WORDS;  // of 16 k, in a piece
 constexpr int BATCHES = TILE_M < 256 ? STEPS / BATCH : 2;  // that have registers; the sums of 256 rows leave few
 
 constexpr int TILE_N = 64 * WARPGROUPS;
 constexpr int TILE_UNITS = TILE_N / UNIT_ROWS;
-constexpr int TEAM_THREADS = 128 * WARPGROUPS;
-constexpr int CONSUMERS = TEAM_THREADS * TEAMS;
+constexpr int CONSUMERS = 128 * WARPGROUPS;
 constexpr int THREADS = CONSUMERS + WARP;
 constexpr int CLUSTER = MULTICAST * SPLITS;
 
@@ -34,30 +30,26 @@ constexpr int CODES_AT = STAGE_UNITS * X_BYTES, SCALES_AT = CODES_AT + TILE_UNIT
 constexpr int FETCHED_BYTES = SCALES_AT + TILE_UNITS * ROW_SCALE_BYTES;
 constexpr int STAGE_BYTES = (FETCHED_BYTES + 1023) / 1024 * 1024;
 
-// The parts of K are added by shares of the tile, one for each split: first of rows of x, then of columns too.
-constexpr int K_PARTS = SPLITS * TEAMS;
+// The parts of K are added by shares of the tile, one for each block: first of rows of x, then of columns too.
 constexpr int FRAGMENTS = TILE_M / 8;  // an accumulator is FRAGMENTS times 8 rows of x
 constexpr int ROW_SHARES = SPLITS < FRAGMENTS ? SPLITS : FRAGMENTS, COLUMN_SHARES = SPLITS / ROW_SHARES;
-constexpr int SHARE_FRAGMENTS = FRAGMENTS / ROW_SHARES;
-constexpr int SHARE_THREADS = TEAM_THREADS / COLUMN_SHARES;  // whose columns are in the share
-constexpr int ADDING_TEAMS = TEAMS < SHARE_FRAGMENTS ? TEAMS : SHARE_FRAGMENTS;
-constexpr int OUT_FRAGMENTS = SHARE_FRAGMENTS / ADDING_TEAMS;  // of a thread
-constexpr int OUT_ROWS = 8 * SHARE_FRAGMENTS;
+constexpr int SHARE_THREADS = CONSUMERS / COLUMN_SHARES;  // whose columns are in the share
+constexpr int OUT_FRAGMENTS = FRAGMENTS / ROW_SHARES;
+constexpr int OUT_ROWS = 8 * OUT_FRAGMENTS;
 constexpr int OUT_COLUMNS = (SILU ? TILE_N / 2 : TILE_N) / COLUMN_SHARES;
 constexpr int STAGING_STRIDE = OUT_COLUMNS + 8;  // 16 bytes more, against bank conflicts
 
-// For few rows of x, what is exchanged has a place of its own behind the ring and need not wait until that is free.
-constexpr int EXCHANGE_BYTES = K_PARTS > 1 ? K_PARTS * SHARE_FRAGMENTS * SHARE_THREADS * 16 : 0;
+// The sums of few rows are sent to a place of their own behind the ring. Those of many are left in the ring and fetched.
+constexpr bool SENT = SPLITS > 1 && TILE_M <= 32;
+constexpr int EXCHANGE_BYTES = SPLITS > 1 ? TILE_M * TILE_N * 4 : 0;
 constexpr int STAGING_BYTES = OUT_ROWS * STAGING_STRIDE * 2;
-constexpr bool APART = K_PARTS > 1 && TILE_M <= 32;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int BARRIERS_AT = RING_BYTES + (APART ? EXCHANGE_BYTES + STAGING_BYTES : 0);
+constexpr int BARRIERS_AT = RING_BYTES + (SENT ? EXCHANGE_BYTES + STAGING_BYTES : 0);
 
-static_assert(APART || EXCHANGE_BYTES + STAGING_BYTES <= RING_BYTES, "results are staged in the ring");
-static_assert(STAGE_UNITS % TEAMS == 0 && STEPS % BATCH == 0, "a piece is divided among the teams");
-static_assert(STAGE_GROUPS % TEAMS == 0 || TEAMS % STAGE_GROUPS == 0, "a team's scales are whole groups");
-static_assert(FRAGMENTS % MULTICAST == 0 && FRAGMENTS % ROW_SHARES == 0 && SPLITS % ROW_SHARES == 0 &&
-              WARPGROUPS * 4 % COLUMN_SHARES == 0 && SHARE_FRAGMENTS % ADDING_TEAMS == 0, "a tile is divided by 8 rows and 16 columns");
+static_assert(SENT || EXCHANGE_BYTES + STAGING_BYTES <= RING_BYTES, "results are staged in the ring");
+static_assert(STEPS % BATCH == 0, "a piece is divided into batches");
+static_assert(FRAGMENTS % MULTICAST == 0 && FRAGMENTS % ROW_SHARES == 0 && SPLITS % ROW_SHARES == 0, "TILE_M is divided in eights");
+static_assert(SENT || COLUMN_SHARES == 1, "what is fetched is a share of the rows");
 
 struct Operands {
     const TensorMap &x;       // [M, K], boxes of TILE_M / MULTICAST rows x 64 k
@@ -79,6 +71,8 @@ struct Ring {
     uint32 stages;
     uint32 full;   // barriers: a piece is there
     uint32 empty;  // barriers: all warps that read it have done so, in all blocks that share x
+
+    __device__ __forceinline__ uint32 gathered() const { return empty + STAGES * 8; }  // barrier: all sums have been sent
 };
 
 // A stage and the parity of its current use.
@@ -98,7 +92,9 @@ __device__ __forceinline__ void open_barriers(const Ring &ring) {
         barrier_init(ring.full + stage * 8, 1);
         barrier_init(ring.empty + stage * 8, MULTICAST * CONSUMERS / WARP);
     }
+    if constexpr (SENT) barrier_init(ring.gathered(), 1);
     fence_barrier_init();
+    if constexpr (SENT) barrier_expect(ring.gathered(), EXCHANGE_BYTES);
 }
 
 // Nobody goes on before the cluster's barriers are open.
@@ -198,12 +194,11 @@ __device__ __forceinline__ void convert(uint32 word, uint2 scales, uint32 (&a)[4
     }
 }
 
-// A team's part of the block's pieces; `warp` counts within the team. BATCHES of steps are under way at a time: the weights of
-// one are converted while those before are multiplied.
-__device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int team, int warp, int lane, float (&d)[TILE_M / 2]) {
-    const uint32 x_at = ring.stages + team * TEAM_UNITS * X_BYTES;
-    const uint32 codes_at = ring.stages + CODES_AT + warp * ROW_CODE_BYTES + team * TEAM_UNITS * UNIT_BYTES + lane * 16;
-    const uint32 scales_at = ring.stages + SCALES_AT + warp * ROW_SCALE_BYTES + team * STAGE_GROUPS / TEAMS * SCALE_BYTES + lane / 4 * 8;
+// The product of the block's pieces. BATCHES are under way at a time: the weights of one are converted while those before
+// are multiplied.
+__device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int warp, int lane, float (&d)[TILE_M / 2]) {
+    const uint32 codes_at = ring.stages + CODES_AT + warp * ROW_CODE_BYTES + lane * 16;
+    const uint32 scales_at = ring.stages + SCALES_AT + warp * ROW_SCALE_BYTES + lane / 4 * 8;
     uint32 previous_empty = ring.empty;
     uint32 a[BATCHES * BATCH][4];
     Place place;
@@ -211,12 +206,12 @@ __device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int
     for (int step = 0; step < tile.pieces; step++, place.advance()) {
         const uint32 offset = place.in(0, STAGE_BYTES);
         // From one lane: so the compiler keeps descriptors in registers of the warp. No sum carries into their upper half.
-        const uint64 x = swizzled_descriptor(__shfl_sync(0xffffffffu, x_at + offset, 0));
+        const uint64 x = swizzled_descriptor(__shfl_sync(0xffffffffu, ring.stages + offset, 0));
         const uint32 x_low = static_cast<uint32>(x);
         barrier_wait(place.in(ring.full, 8), place.parity);
-        uint2 scales[TEAM_GROUPS];
+        uint2 scales[STAGE_GROUPS];
 #pragma unroll
-        for (int i = 0; i < TEAM_GROUPS; i++) scales[i] = read_8_bytes(scales_at + offset + i * SCALE_BYTES);
+        for (int i = 0; i < STAGE_GROUPS; i++) scales[i] = read_8_bytes(scales_at + offset + i * SCALE_BYTES);
         uint4 codes;
 #pragma unroll
         for (int first = 0; first < STEPS; first += BATCH) {
@@ -227,7 +222,8 @@ __device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int
             if (first + BATCH == BATCHES * BATCH && step >= 1 && step - 1 + STAGES < tile.pieces && lane < MULTICAST)
                 barrier_arrive(previous_empty, tile.split * MULTICAST + lane);
 #pragma unroll
-            for (int i = first; i < first + BATCH; i++) convert(words[i % UNIT_WORDS], scales[i * TEAM_GROUPS / STEPS], a[i % (BATCHES * BATCH)]);
+            for (int i = first; i < first + BATCH; i++)
+                convert(words[i % UNIT_WORDS], scales[i * STAGE_GROUPS / STEPS], a[i % (BATCHES * BATCH)]);
             wgmma_begin();
 #pragma unroll
             for (int i = first; i < first + BATCH; i++) {
@@ -244,14 +240,6 @@ __device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int
 
 __device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// The consumers of all blocks that share a tile: what one wrote before is seen by all behind.
-__device__ __forceinline__ void splits_meet() {
-    if constexpr (SPLITS > 1) {
-        cluster_arrive();
-        cluster_wait();
-    } else consumers_meet();
-}
-
 // What of the tile this block writes: `split` becomes the share of its rows.
 __device__ __forceinline__ Tile share_of(const Tile &tile) {
     Tile share = tile;
@@ -260,48 +248,51 @@ __device__ __forceinline__ Tile share_of(const Tile &tile) {
     return share;
 }
 
-// Every thread sends its sums to the blocks that add them: [K_PARTS][SHARE_FRAGMENTS][SHARE_THREADS] from `exchange` on.
-__device__ __forceinline__ void send_sums(const float (&d)[TILE_M / 2], uint32 exchange, const Tile &tile, int team, int thread) {
-    const int part = tile.split * TEAMS + team, column_share = thread / SHARE_THREADS;
-    const uint32 to = exchange + (part * SHARE_FRAGMENTS * SHARE_THREADS + thread % SHARE_THREADS) * 16;
-#pragma unroll
-    for (int j = 0; j < FRAGMENTS; j++) {
-        const int share = j / SHARE_FRAGMENTS * COLUMN_SHARES + column_share;
-        write_remote(to + j % SHARE_FRAGMENTS * SHARE_THREADS * 16, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]),
-                     share * MULTICAST + tile.peer);
-    }
-    splits_meet();
-}
-
-__device__ __forceinline__ float4 read_float4(uint32 address) {
-    float4 value;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address));
-    return value;
-}
-
-// Adds the parts of K, in their order.
-__device__ __forceinline__ void add_parts(const float (&d)[TILE_M / 2], uint32 exchange, int team, int thread,
-                                          float (&sum)[OUT_FRAGMENTS * 4]) {
-    if constexpr (K_PARTS == 1) {
-#pragma unroll
-        for (int i = 0; i < OUT_FRAGMENTS * 4; i++) sum[i] = d[i];
-        return;
-    }
-    const uint32 own = exchange + (team * OUT_FRAGMENTS * SHARE_THREADS + thread) * 16;
+// Adds the parts of K, in their order: read(split, j) is this thread's part of fragment j.
+template <typename Read> __device__ __forceinline__ void add_splits(float (&sum)[OUT_FRAGMENTS * 4], Read read) {
 #pragma unroll
     for (int j = 0; j < OUT_FRAGMENTS; j++) {
-        float4 parts[K_PARTS];
+        float4 parts[SPLITS];
 #pragma unroll
-        for (int part = 0; part < K_PARTS; part++) parts[part] = read_float4(own + (part * SHARE_FRAGMENTS + j) * SHARE_THREADS * 16);
+        for (int split = 0; split < SPLITS; split++) parts[split] = read(split, j);
         float4 total = parts[0];
 #pragma unroll
-        for (int part = 1; part < K_PARTS; part++) {
-            total.x += parts[part].x, total.y += parts[part].y, total.z += parts[part].z, total.w += parts[part].w;
+        for (int split = 1; split < SPLITS; split++) {
+            total.x += parts[split].x, total.y += parts[split].y, total.z += parts[split].z, total.w += parts[split].w;
         }
         sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
     }
+}
+
+__device__ __forceinline__ float4 fragment(const float (&d)[TILE_M / 2], int j) {
+    return make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
+}
+
+// Every thread sends its sums to the blocks that add them: [SPLITS][OUT_FRAGMENTS][SHARE_THREADS] from `exchange` on.
+__device__ __forceinline__ void send_and_add(const float (&d)[TILE_M / 2], float4 *exchange, const Ring &ring, const Tile &tile,
+                                             float (&sum)[OUT_FRAGMENTS * 4]) {
+    float4 *slot = exchange + threadIdx.x % SHARE_THREADS;
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS; j++) {
+        const int share = j / OUT_FRAGMENTS * COLUMN_SHARES + threadIdx.x / SHARE_THREADS;
+        send(slot + (tile.split * OUT_FRAGMENTS + j % OUT_FRAGMENTS) * SHARE_THREADS, fragment(d, j), ring.gathered(),
+             share * MULTICAST + tile.peer);
+    }
+    barrier_wait_cluster(ring.gathered(), 0);
+    add_splits(sum, [&](int split, int j) { return slot[(split * OUT_FRAGMENTS + j) * SHARE_THREADS]; });
+}
+
+// Every thread leaves its sums in the ring, [FRAGMENTS][CONSUMERS], and fetches those that it adds.
+__device__ __forceinline__ void fetch_and_add(const float (&d)[TILE_M / 2], float4 *exchange, const Tile &tile,
+                                              float (&sum)[OUT_FRAGMENTS * 4]) {
+    float4 *own = exchange + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS; j++) own[j * CONSUMERS] = fragment(d, j);
+    cluster_arrive();
+    cluster_wait();
+    add_splits(sum, [&](int split, int j) {
+        return read_remote(&own[(tile.split * OUT_FRAGMENTS + j) * CONSUMERS], split * MULTICAST + tile.peer);
+    });
 }
 
 __device__ __forceinline__ uint32 pack(float x, float y) {
@@ -358,9 +349,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     let_next_kernel_start();
     if (threadIdx.x == CONSUMERS) {
+        prefetch_map(operands.x);
         open_barriers(ring);
         fetch_first_weights(operands, tile, ring);
-        prefetch_map(operands.x);
     }
     blocks_meet();
     if (warp == CONSUMERS / WARP) {
@@ -368,21 +359,22 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         return;
     }
 
-    const int team = threadIdx.x / TEAM_THREADS, thread = threadIdx.x % TEAM_THREADS, team_warp = thread / WARP;
     const Tile share = share_of(tile);
-    const int column = share.first_column + team_warp * UNIT_ROWS + lane / 4;
+    const int column = share.first_column + warp * UNIT_ROWS + lane / 4;
     const float upper_bias = bias && column < columns ? to_float(bias[column]) : 0.f;
     const float lower_bias = bias && column + 8 < columns ? to_float(bias[column + 8]) : 0.f;
     float d[TILE_M / 2], sum[OUT_FRAGMENTS * 4];
-    multiply(tile, ring, team, team_warp, lane, d);
-    if constexpr (!APART) splits_meet();  // the ring becomes free
-    char *results = shared + (APART ? RING_BYTES : 0);
-    if constexpr (K_PARTS > 1) send_sums(d, shared_address(results), tile, team, thread);
+    multiply(tile, ring, warp, lane, d);
+    if constexpr (!SENT) consumers_meet();  // the ring is free
+    char *results = shared + (SENT ? RING_BYTES : 0);
+    float4 *exchange = reinterpret_cast<float4 *>(results);
+    if constexpr (SENT) send_and_add(d, exchange, ring, tile, sum);
+    else if constexpr (SPLITS > 1) fetch_and_add(d, exchange, tile, sum);
+    else add_splits(sum, [&](int, int j) { return fragment(d, j); });
     Activation *staging = reinterpret_cast<Activation *>(results + EXCHANGE_BYTES);
-    if (team < ADDING_TEAMS && thread < SHARE_THREADS) {
-        add_parts(d, shared_address(results), team, thread, sum);
-        stage_results(sum, upper_bias, lower_bias, staging + team * OUT_FRAGMENTS * 8 * STAGING_STRIDE, team_warp, lane);
-    }
+    if (threadIdx.x < SHARE_THREADS) stage_results(sum, upper_bias, lower_bias, staging, warp, lane);
+    if constexpr (SPLITS > 1 && !SENT) cluster_arrive();  // the others' sums have been read
     consumers_meet();
     store_results(staging, share, out, rows, SILU ? columns / 2 : columns);
+    if constexpr (SPLITS > 1 && !SENT) cluster_wait();
 }
