@@ -10,7 +10,7 @@ from coldblock.kernels.errors import KernelArgumentError, KernelError
 from coldblock.kernels.fused import rms_norm
 from coldblock.kernels.loader import device_architecture
 from coldblock.kernels.w4 import W4Matrix, pack_w4, unpack_w4
-from coldblock.kernels.w4_wide import ARCHITECTURE, w4_wide_linear
+from coldblock.kernels.w4_wide import ARCHITECTURE, TILINGS, Tiling, w4_wide_linear
 from torch import Tensor
 
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -26,7 +26,7 @@ SHAPES = [
     (176, 5504, 128),
     (2560, 2048, 128),
 ]
-MOST_ROWS = (1, 17, 32, 64, 96, 128, 192, 256, 384, 500, 1000, 1100)
+MOST_ROWS = (1, 9, 16, 17, 32, 64, 96, 128, 192, 256, 384, 500, 1000, 1100)
 """At least one number of rows for each tiling."""
 
 
@@ -71,6 +71,14 @@ def check(matrix: W4Matrix, rows: int, dtype: torch.dtype, silu: bool = False) -
     out = torch.full(wanted.shape, torch.nan, device="cuda", dtype=dtype)
     w4_wide_linear(x, matrix, out, bias=bias, silu=silu)
     assert_close(out, wanted, scale)
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_resident_blocks_of_a_tiling_fit_on_a_multiprocessor(tiling: Tiling) -> None:
+    for stage_groups in tiling.all_stage_groups():
+        assert tiling.stages(stage_groups) >= 2
+        assert tiling.shared_bytes(stage_groups) <= 227 * 1024
+        assert tiling.resident * (tiling.shared_bytes(stage_groups) + 1024) <= 228 * 1024
 
 
 @pytest.mark.gpu
