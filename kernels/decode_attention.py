@@ -32,8 +32,7 @@ from torch import Tensor
 from .checks import ACTIVATIONS, check_multiple, check_tensor
 from .errors import KernelArgumentError
 from .loader import Variant, load
-from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat
-from .prefill_attention import stored_keys_and_values
+from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat, stored_keys_and_values
 
 DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""

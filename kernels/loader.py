@@ -21,6 +21,7 @@ import importlib.util
 import itertools
 import os
 import re
+import signal
 import struct
 import tempfile
 import threading
@@ -47,6 +48,7 @@ _LAUNCH_CONFIG = struct.Struct("7IPPI")  # CUlaunchConfig: grid, block, shared b
 _LAUNCH_ATTRIBUTE = struct.Struct("i4xi60x")  # CUlaunchAttribute: an id, and a union of 64 bytes
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_SIGACTION_MOST_BYTES = 256  # struct sigaction has 152 bytes in glibc on 64-bit machines
 
 Macros = Mapping[str, str | int]
 Argument = Tensor | int | float | bytes | None
@@ -194,14 +196,14 @@ def _struct_code(name: str, argument: Argument) -> str:
 
 
 @functools.cache
-def _load(device: int, source: str, macros: tuple[tuple[str, str | int], ...]) -> Function:
-    return Function(source, dict(macros))
+def _load(device: int, source: str, **macros: str | int) -> Function:
+    return Function(source, macros)
 
 
 def load(source: str, **macros: str | int) -> Function:
     """The kernel `cuda/<source>.cu`, whose entry point has the file's name, with these macros; loaded once a device."""
     _require_device()
-    return _load(torch._C._cuda_getDevice(), source, tuple(sorted(macros.items())))
+    return _load(torch._C._cuda_getDevice(), source, **macros)
 
 
 @functools.cache
@@ -281,7 +283,8 @@ def _nvrtc() -> Any:
 def _compile(nvrtc: Any, file: Path, options: Sequence[str]) -> bytes:
     program = nvrtc.createProgram(file.read_text(encoding="utf-8"), file.name, (), ())
     try:
-        nvrtc.compileProgram(program, options)
+        with _signal_actions_kept:
+            nvrtc.compileProgram(program, options)
         cubin: bytes = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         said = " ".join(option for option in options if not option.startswith("-I"))
@@ -289,6 +292,37 @@ def _compile(nvrtc: Any, file: Path, options: Sequence[str]) -> bytes:
     finally:
         nvrtc.destroyProgram(program)
     return cubin
+
+
+class _SignalActionsKept:
+    """While anybody is inside, signal actions may change; when the last one leaves, they are what they were.
+
+    A process's first use of NVRTC leaves SIGINT and SIGTERM with SA_RESTART: from then on neither would wake a main
+    thread that waits for a lock. Python's `signal` restores no flags, and works in the main thread alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._sigaction = ctypes.CDLL(None).sigaction
+        self._actions = {int(n): ctypes.create_string_buffer(_SIGACTION_MOST_BYTES) for n in signal.valid_signals()}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                for number, action in self._actions.items():
+                    self._sigaction(number, None, action)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                for number, action in self._actions.items():  # refused, without harm, where nobody can set one
+                    self._sigaction(number, action, None)
+
+
+_signal_actions_kept = _SignalActionsKept()
 
 
 def _options(macros: Macros, architecture: str) -> tuple[str, ...]:

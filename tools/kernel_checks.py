@@ -23,8 +23,7 @@ from ..engine_core.models.cuda_linears import PackedProduct
 from ..engine_core.models.registry import ModelConfig
 from ..engine_core.models.weights import TensorSource
 from ..kernels import decode_attention, fused, prefill_attention, prefill_attention_hopper, sampling, w4, w4_wide
-from ..kernels.pages import HEAD_DIMS, KVPages
-from ..kernels.prefill_attention import stored_keys_and_values
+from ..kernels.pages import HEAD_DIMS, KVPages, stored_keys_and_values
 from ..kernels.sampling import PARAMETERS, parameter_row
 
 DEVICE = "cuda"

@@ -46,6 +46,18 @@ class PackedProduct(Protocol):
     ) -> None: ...
 
 
+def packed_product(matrix: w4.W4Matrix, rows: int, has_dense: bool) -> PackedProduct | None:
+    """The kernel that multiplies so many rows with the packed matrix; None: a dense one is faster.
+
+    `has_dense`: there is a dense copy beside it.
+    """
+    wide = w4_wide.supports(matrix, rows)
+    if rows <= (LINEAR_MOST_ROWS if wide else LINEAR_MOST_ROWS_WITHOUT_WIDE):
+        return w4.w4_linear
+    most = WIDE_MOST_ROWS_BESIDE_DENSE if has_dense else WIDE_MOST_ROWS
+    return w4_wide.w4_wide_linear if wide and rows <= most else None
+
+
 class CudaLinear(Protocol):
     """y = x W^T + b for W [n, k] and x [m, k], in the compute dtype. `bias` [n] is None where there is none."""
 
@@ -138,12 +150,7 @@ class W4CudaLinear:
             _gate_apart(self, x, out, scratch)
 
     def _packed_product(self, rows: int) -> PackedProduct | None:
-        """The kernel that multiplies so many rows with the packed matrix; None: a dense one is faster."""
-        wide = w4_wide.supports(self._matrix, rows)
-        if rows <= (LINEAR_MOST_ROWS if wide else LINEAR_MOST_ROWS_WITHOUT_WIDE):
-            return w4.w4_linear
-        most = WIDE_MOST_ROWS if self._dense is None else WIDE_MOST_ROWS_BESIDE_DENSE
-        return w4_wide.w4_wide_linear if wide and rows <= most else None
+        return packed_product(self._matrix, rows, has_dense=self._dense is not None)
 
     def _dequantizing(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         column = 0

@@ -75,8 +75,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 def test_no_layer_outside_of_the_pool_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (fused, pages_module):
-        monkeypatch.setattr(module, "check_tensor", lambda *_, **__: None)
+    monkeypatch.setattr(fused, "check_tensor", lambda *_, **__: None)
+    monkeypatch.setattr(pages_module, "check_place", lambda *_: None)
     monkeypatch.setattr(fused, "load", lambda *_, **__: pytest.fail("launched"))
     pages = KVPages(torch.zeros(1, 3 * 2 * 16 * 64 * 2, dtype=torch.uint8), "fp16", 16, 3, 1, 64)
     x = torch.zeros(2, 6 * 64, dtype=torch.float16)
@@ -105,8 +105,8 @@ def test_the_wrappers_ask_for_variants_that_they_declare(dtype: torch.dtype, mon
         return Recorded()
 
     monkeypatch.setattr(fused, "load", record)
-    for module in (fused, pages_module):
-        monkeypatch.setattr(module, "check_tensor", lambda *_, **__: None)
+    monkeypatch.setattr(fused, "check_tensor", lambda *_, **__: None)
+    monkeypatch.setattr(pages_module, "check_place", lambda *_: None)
     x, single = torch.zeros(2, 16, dtype=dtype), torch.zeros(2, 16)
     ids = torch.zeros(2, dtype=torch.int32)
     fused.embed(ids, ids, ids, x, single)

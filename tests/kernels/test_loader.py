@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import struct
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -32,6 +33,46 @@ def test_a_compiled_kernel_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(loader, "_compile", lambda *_: pytest.fail("compiled again"))
     assert loader.compile_cubin("silu_multiply", {}, "sm_80") == cubin
+
+
+SIGNAL_ACTIONS_AROUND_A_COMPILATION = """
+import ctypes, signal
+from coldblock.kernels import loader
+
+class Action(ctypes.Structure):  # struct sigaction, as glibc has it on 64-bit machines
+    _fields_ = [("handler", ctypes.c_void_p), ("mask", ctypes.c_uint64 * 16), ("flags", ctypes.c_int)]
+
+def actions():
+    libc, memory = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    action = Action.from_buffer(memory)
+    return [
+        (number, action.handler, action.flags & ~0x04000000)  # without SA_RESTORER, which is glibc's own
+        for number in signal.valid_signals()
+        if libc.sigaction(int(number), None, memory) == 0
+    ]
+
+before = actions()
+loader.compile_cubin("silu_multiply", {}, "sm_80")
+kept = loader._signal_actions_kept
+kept.__enter__()  # as if a thread compiled
+signal.siginterrupt(signal.SIGINT, False)
+kept.__enter__()  # and another began
+kept.__exit__()
+kept.__exit__()
+changed = [pair for pair in zip(before, actions()) if pair[0] != pair[1]]
+assert len(before) > 30 and not changed, changed
+"""
+
+
+@needs_nvrtc
+def test_compiling_leaves_signals_as_they_are(cache: Path) -> None:
+    """With SA_RESTART on SIGINT, Ctrl-C would not wake a main thread that waits for a lock. NVRTC sets it once a
+    process, so this takes a new one."""
+    process = subprocess.run(
+        [sys.executable, "-c", SIGNAL_ACTIONS_AROUND_A_COMPILATION], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert len(list(cache.iterdir())) == 1
 
 
 @needs_nvrtc

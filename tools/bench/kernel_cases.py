@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...engine_core.kv_layout import KVShape, paged_kv_block_bytes
+from ...engine_core.models.cuda_linears import PackedProduct, packed_product
 from ...kernels import decode_attention, fused, prefill_attention, sampling, w4
 from ...kernels.pages import FORMAT_NUMBERS, KVPages, PageFormat
 
@@ -78,21 +79,28 @@ def _matrix(n: int, k: int) -> w4.W4Matrix:
 
 
 def linears(rows: int) -> Case:
-    """All linears of a model's step; one call is the whole step."""
+    """All linears of a model's step, by the kernels that the engine would take on this GPU; one call is the step."""
     matrices = _matrices()
     x = {k: torch.randn(rows, k, dtype=torch.float16, device="cuda") for _, k in LINEARS.values()}
     out = {name: torch.empty(rows, n, dtype=torch.float16, device="cuda") for name, (n, _) in LINEARS.items()}
+    products = {name: _product(layers[0], rows) for name, layers in matrices.items()}
     gated = torch.empty(rows, FFN, dtype=torch.float16, device="cuda")
 
     def step() -> None:
         for layer in range(LAYERS):
             for name, (_, k) in LINEARS.items():
                 silu = name == "gate_up"
-                w4.w4_linear(x[k], matrices[name][layer], gated if silu else out[name], silu=silu)
+                products[name](x[k], matrices[name][layer], gated if silu else out[name], silu=silu)
 
     weights = sum(matrix.nbytes for layers in matrices.values() for matrix in layers)
     elements = LAYERS * sum(n * k for n, k in LINEARS.values())
     return Case([step], weights, 2.0 * rows * elements)
+
+
+def _product(matrix: w4.W4Matrix, rows: int) -> PackedProduct:
+    product = packed_product(matrix, rows, has_dense=False)
+    assert product is not None, "so few rows are multiplied with the packed matrix on every GPU"
+    return product
 
 
 def dequantize() -> Case:

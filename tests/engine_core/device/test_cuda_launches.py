@@ -63,6 +63,10 @@ class Recorder:
 
 def check_tensor(name: str, tensor: Tensor, dtypes: Any, shape: Any, alignment: int = 16) -> None:
     checks.check_layout(name, tensor, dtypes, shape)
+    check_place(name, tensor, alignment)
+
+
+def check_place(name: str, tensor: Tensor, alignment: int = 16) -> None:
     assert tensor.data_ptr() % alignment == 0, name
 
 
@@ -88,7 +92,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
-    monkeypatch.setattr(pages, "check_tensor", check_tensor)
+    monkeypatch.setattr(pages, "check_place", check_place)
     Recorder.launches.clear()
     clear_caches()
     for module in MODULES:
