@@ -89,7 +89,7 @@ class DecodeSplits:
         heads, groups = _group(pages, num_heads)
         device = pages.pool.device
         properties = torch.cuda.get_device_properties(device)
-        macros = _macros(False, pages.format, pages.head_dim, heads // 8, 0)
+        macros = _macros(False, pages.format, pages.head_dim, heads // 8)
         blocks = properties.multi_processor_count * macros["BLOCKS_PER_SM"]
         tile_bytes = 2 * _TILE * pages.plane_bytes // pages.block_size
         fixed = DETERMINISTIC_SPLIT if deterministic else None
@@ -176,59 +176,19 @@ def paged_decode(
     1 / sqrt(D). Tensor cores work in fp16, with a bf16 pool in bf16. Raises KernelArgumentError.
     """
     check_tensor("q", q, ACTIVATIONS, (("B", None), ("H", None), ("D", pages.head_dim)))
-    _launch(0, q.shape[1], (q, None, None), pages, layer, block_tables, context_lens, splits, out)
-
-
-def paged_decode_fresh(
-    qkv: Tensor,
-    bias: Tensor | None,
-    rotary: Tensor,
-    pages: KVPages,
-    layer: int,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    splits: DecodeSplits,
-    out: Tensor,
-) -> None:
-    """`rope_and_write` and `paged_decode` in one, the same bit by bit, where every row is another sequence.
-
-    qkv [B, (H+2G)*D], bias [(H+2G)*D] and rotary fp32 [P, D/2, 2] as `rope_and_write` takes them. Row b's token is the
-    newest, at position context_lens[b] - 1; of a padding row nothing is written. The rest is as in `paged_decode`.
-    """
-    check_tensor("qkv", qkv, ACTIVATIONS, (("B", None), ("(H+2G)*D", None)))
-    check_multiple("(H+2G)*D", qkv.shape[1], pages.head_dim)
-    num_heads = qkv.shape[1] // pages.head_dim - 2 * pages.num_kv_heads
-    if bias is not None:
-        check_tensor("bias", bias, qkv.dtype, (("(H+2G)*D", qkv.shape[1]),))
-    check_tensor("rotary", rotary, torch.float32, (("P", None), ("D/2", pages.head_dim // 2), ("cos, sin", 2)))
-    _launch(1, num_heads, (qkv, bias, rotary), pages, layer, block_tables, context_lens, splits, out)
-
-
-def _launch(
-    fresh: int,
-    num_heads: int,
-    queries: tuple[Tensor, Tensor | None, Tensor | None],
-    pages: KVPages,
-    layer: int,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    splits: DecodeSplits,
-    out: Tensor,
-) -> None:
-    q = queries[0]
-    batch = q.shape[0]
+    batch, num_heads = q.shape[0], q.shape[1]
     heads, groups = _group(pages, num_heads)
     pages.check(layer)
     check_tensor("block_tables", block_tables, torch.int32, (("B", batch), ("max_blocks", None)), alignment=4)
     check_tensor("context_lens", context_lens, torch.int32, (("B", batch),), alignment=4)
     check_tensor("out", out, q.dtype, (("B", batch), ("H * D", num_heads * pages.head_dim)))
     _check_splits(splits, batch, groups, heads, pages.head_dim)
-    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8, fresh)
+    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8)
     load("paged_decode", **macros).launch(
         (splits.blocks,),
         32 * macros["WARPS"],
         (
-            *(*queries, context_lens, pages.pool, block_tables, splits.plan),
+            *(q, pages.pool, block_tables, splits.plan),
             *(splits.partials, splits.statistics, splits.counters, out),
             *(batch, splits.plan.numel() // _PART_FIELDS - 1, block_tables.shape[1], num_heads, pages.num_kv_heads),
             *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), splits.ahead),
@@ -253,7 +213,7 @@ def _group(pages: KVPages, num_heads: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int, fresh: int) -> dict[str, int]:
+def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -> dict[str, int]:
     """`head_tiles`: eights of query heads. As many warps and tokens under way as there are registers for."""
     if 8 * head_tiles * head_dim > 1024:
         warps, blocks, tiles = 4, 2, 1
@@ -269,15 +229,12 @@ def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int, f
         "WARPS": warps,
         "BLOCKS_PER_SM": blocks,
         "TILES": tiles,
-        "FRESH": fresh,
     }
 
 
 VARIANTS = tuple(
-    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles, fresh))
-    for bf16, kv_format, head_dim, head_tiles, fresh in itertools.product(
-        (False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2), (0, 1)
-    )
+    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles))
+    for bf16, kv_format, head_dim, head_tiles in itertools.product((False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2))
     if head_tiles == 1 or head_dim <= 128
 )
 

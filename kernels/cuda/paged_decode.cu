@@ -12,15 +12,10 @@
 // next item are on their way. Parts of a sequence are merged in a tree of fixed shape, each node by the block that ends
 // last in it. So a result depends on the sequence and on how it is cut, and on nothing else.
 //
-// With FRESH the queries, and K and V of each sequence's newest token, come as the QKV product leaves them: queries are
-// rotated as they are loaded, and the warp whose step holds that token writes it into the pool before it loads them.
-//
 // Macros, besides those of the headers: HEAD_DIM; HEAD_TILES, eights of query heads in an item; WARPS of a block and
-// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time; FRESH.
+// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time.
 #include "kv_read.cuh"
-#include "kv_write.cuh"
 #include "mma.cuh"
-#include "rope.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int HEADS = 8 * HEAD_TILES;  // query heads of one item
@@ -46,17 +41,14 @@ constexpr int KEY_RUN = KEY_PIECE / KV_ELEMENT_BYTES, VALUE_RUN = VALUE_PIECE / 
 constexpr float LOWEST = -1e38f;
 
 struct Arguments {
-    const Activation *q;      // [batch, num_heads, D]; FRESH: [batch, num_heads + 2 * num_kv_heads, D]: of q, K and V
-    const Activation *bias;   // FRESH: [(num_heads + 2 * num_kv_heads) * D], or null
-    const float *rotary;      // FRESH: [positions, D / 2] (cos, sin)
-    const int *context_lens;  // FRESH: [batch]
-    uint8 *pool;
+    const Activation *q;  // [batch, num_heads, D]
+    const uint8 *pool;
     const int *block_tables;  // [batch, max_blocks]
     const int *plan;          // [1 + most_parts, 6]: how many parts there are; then, part by part, what `Item` says
     float *partials;          // [slots, HEADS, D]: what an item of several parts has gathered
     float2 *statistics;       // [slots, HEADS]: its largest score, and the sum of weights relative to that
     int *counters;            // [1 + slots]: how many items have been claimed; how many children of a node have ended
-    Activation *out;          // [batch, num_heads, D]
+    Activation *out;          // as q
     int batch, most_parts, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
     int ahead;    // tiles of a warp that are brought into the L2 cache before the previous kernel has ended
     float scale;  // includes log2(e)
@@ -68,7 +60,6 @@ struct Item {
     int sequence, part, parts, slot, groups;
     int kv_head, first_head, heads;
     int begin, end;
-    int newest;  // the sequence's newest token, if it is one of the item's; else below 0
 };
 
 __device__ __forceinline__ int ceil_divide(int a, int b) { return (a + b - 1) / b; }
@@ -115,7 +106,6 @@ __device__ __forceinline__ int count_items(const Arguments &arguments) {
 // The item of that number, or one without tokens beyond the last. Its part is looked up before `items` must be known.
 __device__ __forceinline__ Item find_item(const Arguments &arguments, int index, int items) {
     Item item = {};
-    item.newest = -1;
     const int group_heads = arguments.num_heads / arguments.num_kv_heads, chunks = count_chunks(arguments);
     item.groups = arguments.num_kv_heads * chunks;
     const int unit = index / item.groups, group = index - unit * item.groups;
@@ -125,7 +115,6 @@ __device__ __forceinline__ Item find_item(const Arguments &arguments, int index,
     item.sequence = first.x, item.part = first.y, item.parts = second.x;
     item.slot = second.y * item.groups + group;
     item.begin = tokens.x, item.end = tokens.y;
-    item.newest = item.part == item.parts - 1 ? item.end - 1 : -1;
     item.kv_head = group / chunks;
     const int first_head = (group - item.kv_head * chunks) * HEADS;
     item.first_head = item.kv_head * group_heads + first_head;
@@ -147,17 +136,12 @@ __device__ __forceinline__ int value_offset(const Arguments &arguments) {
     return arguments.num_kv_heads * plane_bytes(arguments.block_size, D);
 }
 
-// K's plane of a sequence's block.
-__device__ __forceinline__ uint8 *find_plane(const Arguments &arguments, int sequence, int kv_head, uint32 block) {
-    const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
-    return arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes + arguments.layer_offset +
-           kv_head * plane_bytes(arguments.block_size, D);
-}
-
 __device__ __forceinline__ Tile find_tile(const Arguments &arguments, int sequence, int kv_head, uint32 token) {
+    const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
     const uint32 block = token / static_cast<uint32>(arguments.block_size);
     const uint32 row = token - block * arguments.block_size;
-    const uint8 *plane = find_plane(arguments, sequence, kv_head, block);
+    const uint8 *plane = arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes +
+                         arguments.layer_offset + kv_head * plane_bytes(arguments.block_size, D);
     return {plane + row * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * row};
 }
 
@@ -230,51 +214,6 @@ __device__ __forceinline__ void prefetch(const Arguments &arguments, const Item 
 #endif
 }
 
-// ---- What the QKV product leaves ------------------------------------------------------------------------------------
-
-// 8 neighbours of a head: with bias, and rotated unless they are V's.
-__device__ __forceinline__ void load_fresh(float (&x)[8], const Arguments &arguments, int sequence, int head,
-                                           int column) {
-    const int heads = arguments.num_heads + 2 * arguments.num_kv_heads;
-    const Activation *row = arguments.q + (static_cast<size_t>(sequence) * heads + head) * D;
-    unpack8(__ldcg(reinterpret_cast<const uint4 *>(row + column)), x);
-    if (arguments.bias != nullptr) {
-        float added[8];
-        load8(arguments.bias + head * D + column, added);
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] += added[i];
-    }
-    if (head >= arguments.num_heads + arguments.num_kv_heads) return;
-    const int position = max(arguments.context_lens[sequence] - 1, 0);
-    float turns[8];
-    load8(arguments.rotary + static_cast<size_t>(position) * D + column, turns);
-    rotate(x, turns);
-}
-
-// Writes K and V of the newest token, if the step that begins with `token` has it, before the warp loads that step.
-__device__ __forceinline__ void write_newest(const Arguments &arguments, int sequence, int kv_head, int newest,
-                                             int token) {
-    if (static_cast<uint32>(newest - token) >= STEP) return;
-    constexpr int LANES = D <= 64 ? 8 : D <= 128 ? 16 : 32;  // of K or V, 8 elements each
-    const int lane = threadIdx.x % WARP, column = lane % LANES * 8;
-    const uint32 block = static_cast<uint32>(newest) / static_cast<uint32>(arguments.block_size);
-    uint8 *plane = find_plane(arguments, sequence, kv_head, block);
-    for (int i = lane / LANES; i < 2; i += WARP / LANES) {
-        float x[8] = {};
-        const int head = arguments.num_heads + i * arguments.num_kv_heads + kv_head;
-        if (column < D) load_fresh(x, arguments, sequence, head, column);
-        write_head<LANES>(plane + i * value_offset(arguments), newest - block * arguments.block_size,
-                          arguments.block_size, column, x);
-    }
-    __syncwarp();
-}
-
-// The first of an item's tokens that this kernel or the one in front of it may write; those before may be loaded early.
-__device__ __forceinline__ int first_unsettled(const Arguments &arguments, const Item &item) {
-    if constexpr (FRESH) return item.newest < 0 ? item.end : item.newest;
-    return item.end - arguments.batch;  // a pass writes a token a row
-}
-
 // ---- Queries --------------------------------------------------------------------------------------------------------
 
 // The B fragments of Q^T, and per head column of the lane what turns a product into a score in powers of two.
@@ -326,16 +265,8 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Arguments &
         for (int i = 0; i < PRODUCT_STEPS / 2; i++) {  // 8 neighbours are 2 steps
             const int piece = 8 * i / KEY_RUN, inside = 8 * i % KEY_RUN;
             uint4 words = {0, 0, 0, 0};
-            const int column = (4 * piece + t) * KEY_RUN + inside;
-            if (head < item.heads) {
-                if constexpr (FRESH) {
-                    float x[8];
-                    load_fresh(x, arguments, item.sequence, item.first_head + head, column);
-                    store8(reinterpret_cast<Activation *>(&words), x);
-                } else {
-                    words = __ldcg(reinterpret_cast<const uint4 *>(row + column));
-                }
-            }
+            if (head < item.heads)
+                words = __ldcg(reinterpret_cast<const uint4 *>(row + (4 * piece + t) * KEY_RUN + inside));
             pairs[2 * i][0] = words.x, pairs[2 * i][1] = words.y;
             pairs[2 * i + 1][0] = words.z, pairs[2 * i + 1][1] = words.w;
         }
@@ -525,7 +456,6 @@ __device__ __forceinline__ void load_first(Keys &keys, Values &values, const Arg
     if (first_token(item) >= item.end) return;
     Tile tiles[TILES];
     find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
-    if constexpr (FRESH) write_newest(arguments, item.sequence, item.kv_head, item.newest, first_token(item));
     load_keys(keys, tiles);
     load_values(values, tiles, value_offset(arguments));
 }
@@ -550,7 +480,6 @@ __device__ __forceinline__ Item attend(Shared &shared, Gathered &gathered, Keys 
         const bool loads = ahead < end;
         Tile tiles[TILES];
         if (loads) find_tiles(tiles, arguments, sequence, kv_head, ahead, end);
-        if constexpr (FRESH) write_newest(arguments, sequence, kv_head, goes_on ? item.newest : next.newest, ahead);
         Scores scores;
         find_scores(scores, queries, keys);
         if (remaining < STEP) mask_scores(scores, values, remaining);
@@ -716,21 +645,21 @@ __device__ __forceinline__ Item compute_item(Shared &shared, Keys &keys, Values 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    paged_decode(const Activation *q, const Activation *bias, const float *rotary, const int *context_lens,
-                 uint8 *pool, const int *block_tables, const int *plan, float *partials, float2 *statistics,
-                 int *counters, Activation *out, int batch, int most_parts, int max_blocks, int num_heads,
-                 int num_kv_heads, int block_size, int block_bytes, int layer_offset, int ahead, float scale) {
+    paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *plan, float *partials,
+                 float2 *statistics, int *counters, Activation *out, int batch, int most_parts, int max_blocks,
+                 int num_heads, int num_kv_heads, int block_size, int block_bytes, int layer_offset, int ahead,
+                 float scale) {
     let_next_kernel_start();
-    const Arguments arguments = {q,          bias,         rotary,     context_lens, pool,         block_tables, plan,
-                                 partials,   statistics,   counters,   out,          batch,        most_parts,
-                                 max_blocks, num_heads,    num_kv_heads, block_size, block_bytes,  layer_offset,
-                                 ahead,      scale};
+    const Arguments arguments = {q,          pool,       block_tables, plan,      partials,     statistics,
+                                 counters,   out,        batch,        most_parts, max_blocks,  num_heads,
+                                 num_kv_heads, block_size, block_bytes, layer_offset, ahead,    scale};
     __shared__ Shared shared;
     if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;
     __syncthreads();
     const int items = count_items(arguments);
     Item item = find_item(arguments, blockIdx.x, items);
-    const bool early = first_token(item) + STEP <= first_unsettled(arguments, item);
+    // The previous kernel writes at most a token of each row. What it does not write is loaded before it has ended.
+    const bool early = first_token(item) + STEP <= item.end - batch;
     Keys keys;
     Values values;
     if (early) load_first(keys, values, arguments, item);

@@ -18,7 +18,6 @@ from coldblock.kernels.decode_attention import (
     DecodeSplits,
     choose_cut,
     paged_decode,
-    paged_decode_fresh,
     paged_decode_reference,
     plan_parts,
 )
@@ -419,93 +418,6 @@ def test_rows_that_are_neighbours_are_read_after_they_are_written(kv_format: str
         paged_decode(rows.q, rows.pages, rows.layer, rows.block_tables, rows.context_lens, splits, out)
         torch.cuda.synchronize()
         assert_close(out, rows.reference(), FP16, kv_format)
-
-
-def rope_then_decode(
-    case: Case, qkv: Tensor, bias: Tensor | None, rotary: Tensor, splits: DecodeSplits, out: Tensor
-) -> None:
-    rows = torch.arange(len(qkv), dtype=torch.int32, device="cuda")
-    positions = case.context_lens - 1
-    arguments = (rotary, positions, rows, case.block_tables, case.pages, case.layer, case.q.shape[1], case.q)
-    rope_and_write(qkv, bias, *arguments)
-    paged_decode(case.q, case.pages, case.layer, case.block_tables, case.context_lens, splits, out)
-
-
-@gpu
-@pytest.mark.parametrize(
-    ("kv_format", "dtype", "head_dim", "heads", "has_bias"),
-    [
-        *((kv_format, FP16, head_dim, (16, 2), True) for kv_format in FORMATS for head_dim in HEAD_DIMS),
-        *((kv_format, BF16, 128, (9, 3), False) for kv_format in FORMATS),
-        *((kv_format, FP16, 128, heads, False) for kv_format in ("fp16", "int8") for heads in ((24, 2), (17, 1))),
-    ],
-    ids=str,
-)
-def test_fresh_equals_rope_and_write_then_decode(
-    kv_format: str, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], has_bias: bool
-) -> None:
-    """Output and every byte of the pool; the new tokens lie over NaN."""
-    lengths = [0, 1, 16, 17, 700, 0, 4097, 33, 32]
-    case = make_case(kv_format, head_dim, *heads, lengths=lengths, dtype=dtype)
-    width = (heads[0] + 2 * heads[1]) * head_dim
-    qkv = torch.randn(len(lengths), width, device="cuda").to(dtype)
-    bias = torch.randn(width, device="cuda").to(dtype) if has_bias else None
-    rotary = torch.randn(5000, head_dim // 2, 2, device="cuda")
-    for row, length in enumerate(lengths):
-        if length:
-            case.token(row, length - 1).fill_(0xFF)
-    before = case.pages.pool.clone()
-    splits = make_splits(case, Cut(512, 64))
-    expected, out = (torch.full_like(case.q, float("nan")).flatten(1) for _ in range(2))
-    rope_then_decode(case, qkv, bias, rotary, splits, expected)
-    torch.cuda.synchronize()
-    written = case.pages.pool.clone()
-    assert not torch.equal(written, before) and expected.isfinite().all()
-    for _ in range(5):
-        case.pages.pool.copy_(before)
-        torch.cuda.synchronize()
-        paged_decode_fresh(qkv, bias, rotary, case.pages, case.layer, case.block_tables, case.context_lens, splits, out)
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
-        assert torch.equal(case.pages.pool, written)
-
-
-@gpu
-@pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8_e4m3"])
-def test_fresh_in_a_graph(kv_format: str) -> None:
-    """A step of several layers: one row after the other gets longer, and what a layer reads is what the last wrote."""
-    case = make_case(kv_format, lengths=[5000, 1000, 3000, 1])
-    case.planes()[:, 0] = case.planes()[:, 1]
-    layers = [dataclasses.replace(case, layer=layer) for layer in (0, 1)]
-    qkv = torch.randn(4, 20 * 128, device="cuda").half()
-    rotary = torch.randn(5000, 64, 2, device="cuda")
-    splits, out = make_splits(case), torch.zeros(4, 2048, device="cuda", dtype=FP16)
-    arguments = (case.block_tables, case.context_lens, splits, out)
-
-    def step() -> None:
-        for layer in layers:
-            paged_decode_fresh(qkv, None, rotary, layer.pages, layer.layer, *arguments)
-            qkv[:, :2048] = out  # the next layer depends on this one
-
-    first = qkv.clone()
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for lengths in ([5000, 1000, 3000, 1], [4999, 17, 2999, 0], [4097, 1, 1, 1]):
-        plan = splits.plan_for(np.array(lengths))
-        splits.plan[: len(plan)] = torch.from_numpy(plan).cuda()
-        case.context_lens.copy_(torch.tensor(lengths))
-        results = []
-        for run_step in (step, graph.replay):
-            qkv.copy_(first)
-            torch.cuda.synchronize()
-            run_step()
-            torch.cuda.synchronize()
-            results.append((out.clone(), case.pages.pool.clone()))
-        assert torch.equal(results[0][0], results[1][0]) and results[0][0].isfinite().all()
-        assert torch.equal(results[0][1], results[1][1]) and not splits.counters.any()
 
 
 @gpu
