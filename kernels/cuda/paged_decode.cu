@@ -7,10 +7,11 @@
 // loads its own fragments from global memory, in pieces of up to 16 bytes that fill whole sectors; nothing is staged.
 //
 // A work item is a part of a sequence's tokens for one KV head. The grid is fixed: a block begins with the item of its
-// own number and then claims one after the other, as multiprocessors read at different speeds. The warps of a block
-// take the steps of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the
-// next item are on their way. Parts of a sequence are merged in a tree of fixed shape, each node by the block that ends
-// last in it. So a result depends on the sequence and on how it is cut, and on nothing else.
+// own number. After that it either takes every gridDim.x-th item, so that it knows the next one from the start, or,
+// where the plan says so because items are of unequal length, claims one whenever it ends. The warps of a block take
+// the steps of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the next
+// item are on their way. Parts of a sequence are merged in a tree of fixed shape, each node by the block that ends last
+// in it. So a result depends on the sequence and on how it is cut, and on nothing else.
 //
 // Macros, besides those of the headers: HEAD_DIM; HEAD_TILES, eights of query heads in an item; WARPS of a block and
 // BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time.
@@ -44,7 +45,8 @@ struct Arguments {
     const Activation *q;  // [batch, num_heads, D]
     const uint8 *pool;
     const int *block_tables;  // [batch, max_blocks]
-    const int *plan;          // [1 + most_parts, 6]: how many parts there are; then, part by part, what `Item` says
+    const int *plan;          // [1 + most_parts, 6]: how many parts there are, and whether blocks claim items; then,
+                              // part by part, what `Item` says
     float *partials;          // [slots, HEADS, D]: what an item of several parts has gathered
     float2 *statistics;       // [slots, HEADS]: its largest score, and the sum of weights relative to that
     int *counters;            // [1 + slots]: how many items have been claimed; how many children of a node have ended
@@ -57,7 +59,7 @@ struct Arguments {
 // One block's work: `heads` query heads from `first_head` on, over the tokens [begin, end) of a sequence, which are its
 // part number `part` of `parts`. `slot` is that of the sequence's first part; the next parts' are `groups` apart.
 struct Item {
-    int sequence, part, parts, slot, groups;
+    int number, sequence, part, parts, slot, groups;
     int kv_head, first_head, heads;
     int begin, end;
 };
@@ -88,6 +90,10 @@ constexpr int NOT_CLAIMED = -2, BEING_CLAIMED = -1;
 struct Shared {
     float2 statistics[WARPS][HEADS];
     alignas(16) float output[WARPS][HEADS][D + 4];  // + 4 spreads the heads over the banks
+    // Of each warp the item at hand and the next one: registers are for K and V.
+    Item item[WARPS], next[WARPS];
+    int items;
+    bool claims;
     int claimed;  // the block's next item, or one of the two above
     bool is_last;
 };
@@ -112,6 +118,7 @@ __device__ __forceinline__ Item find_item(const Arguments &arguments, int index,
     const int2 *part = reinterpret_cast<const int2 *>(arguments.plan) + 3 * (1 + min(unit, arguments.most_parts - 1));
     const int2 first = part[0], second = part[1], tokens = part[2];
     if (index >= items) return item;
+    item.number = index;
     item.sequence = first.x, item.part = first.y, item.parts = second.x;
     item.slot = second.y * item.groups + group;
     item.begin = tokens.x, item.end = tokens.y;
@@ -434,21 +441,30 @@ __device__ __forceinline__ void multiply_values(Gathered &gathered, const Weight
     }
 }
 
-// The block's next item, found once by the first warp to ask, for all.
-__device__ __forceinline__ Item claim(Shared &shared, const Arguments &arguments, int items) {
-    int index = items;
-    if (items > gridDim.x) {
-        if (threadIdx.x % WARP == 0) {
-            if (atomicCAS(&shared.claimed, NOT_CLAIMED, BEING_CLAIMED) == NOT_CLAIMED) {
-                const int before = atomicAdd(arguments.counters, 1);
-                if (before == items - 1) *arguments.counters = 0;  // every item's end has claimed: this is the last
-                atomicExch(&shared.claimed, before + gridDim.x);
-            }
-            while ((index = atomicOr(&shared.claimed, 0)) < 0) {}
+// The number of the block's next item, claimed once by the first warp to ask, for all.
+__device__ __forceinline__ int claim(Shared &shared, const Arguments &arguments) {
+    int number;
+    if (threadIdx.x % WARP == 0) {
+        if (atomicCAS(&shared.claimed, NOT_CLAIMED, BEING_CLAIMED) == NOT_CLAIMED) {
+            const int before = atomicAdd(arguments.counters, 1);
+            if (before == shared.items - 1) *arguments.counters = 0;  // every item's end has claimed: this is the last
+            atomicExch(&shared.claimed, before + gridDim.x);
         }
-        index = __shfl_sync(0xffffffffu, index, 0);
+        while ((number = atomicOr(&shared.claimed, 0)) < 0) {}
     }
-    return find_item(arguments, index, items);
+    return __shfl_sync(0xffffffffu, number, 0);
+}
+
+// Keeps one of the calling warp's items. What lies there is no longer read.
+__device__ __forceinline__ void keep(Item (&items)[WARPS], const Item &item) {
+    if (threadIdx.x % WARP == 0) items[threadIdx.x / WARP] = item;
+    __syncwarp();
+}
+
+// The block's next item. Where items are claimed, this is when.
+__device__ __forceinline__ const Item &find_next(Shared &shared, const Arguments &arguments) {
+    if (shared.claims) keep(shared.next, find_item(arguments, claim(shared, arguments), shared.items));
+    return shared.next[threadIdx.x / WARP];
 }
 
 // Loads a warp's first step of an item, unless there is none.
@@ -461,22 +477,17 @@ __device__ __forceinline__ void load_first(Keys &keys, Values &values, const Arg
 }
 
 // A warp's steps of an item, of which the first is in `keys` and `values`, or on its way there. Leaves the first of the
-// next item, which it returns, there: as soon as a step's K or V is consumed, that of the step after it is asked for.
-__device__ __forceinline__ Item attend(Shared &shared, Gathered &gathered, Keys &keys, Values &values,
-                                       const Queries &queries, const Arguments &arguments, const Item &item,
-                                       int items) {
-    Item next;
-    if (first_token(item) >= item.end) {
-        next = claim(shared, arguments, items);
-        load_first(keys, values, arguments, next);
-    }
+// next item there: as soon as a step's K or V is consumed, that of the step after it is asked for.
+__device__ __forceinline__ void attend(Shared &shared, Gathered &gathered, Keys &keys, Values &values,
+                                       const Queries &queries, const Arguments &arguments, const Item &item) {
+    if (first_token(item) >= item.end) load_first(keys, values, arguments, find_next(shared, arguments));
 #pragma unroll 1
     for (int token = first_token(item); token < item.end; token += STRIDE) {
         const int remaining = item.end - token;
         const bool goes_on = remaining > STRIDE;
-        if (!goes_on) next = claim(shared, arguments, items);
-        const int ahead = goes_on ? token + STRIDE : first_token(next), end = goes_on ? item.end : next.end;
-        const int sequence = goes_on ? item.sequence : next.sequence, kv_head = goes_on ? item.kv_head : next.kv_head;
+        const Item &after = goes_on ? item : find_next(shared, arguments);
+        const int ahead = goes_on ? token + STRIDE : first_token(after);
+        const int end = after.end, sequence = after.sequence, kv_head = after.kv_head;
         const bool loads = ahead < end;
         Tile tiles[TILES];
         if (loads) find_tiles(tiles, arguments, sequence, kv_head, ahead, end);
@@ -490,7 +501,6 @@ __device__ __forceinline__ Item attend(Shared &shared, Gathered &gathered, Keys 
         multiply_values(gathered, weights, values);
         if (loads) load_values(values, tiles, value_offset(arguments));
     }
-    return next;
 }
 
 // ---- Merging --------------------------------------------------------------------------------------------------------
@@ -628,20 +638,20 @@ __device__ __forceinline__ void merge_parts(Shared &shared, const Arguments &arg
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// Returns the next item.
-__device__ __forceinline__ Item compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments,
-                                             const Item &item, int items) {
+// `shared` has the item, and afterwards the next one.
+__device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments) {
+    const Item &item = shared.item[threadIdx.x / WARP];
     Queries queries;
     load_queries(queries, arguments, item);
+    if (!shared.claims) keep(shared.next, find_item(arguments, item.number + gridDim.x, shared.items));
     Gathered gathered = {};
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; i++) gathered.largest[i / 2][i % 2] = LOWEST;
-    const Item next = attend(shared, gathered, keys, values, queries, arguments, item, items);
+    attend(shared, gathered, keys, values, queries, arguments, item);
     share(shared, gathered);
     if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;  // all warps know the next item
     merge_warps(shared, arguments, item);
     if (item.parts > 1) merge_parts(shared, arguments, item);
-    return next;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -654,10 +664,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                                  counters,   out,        batch,        most_parts, max_blocks,  num_heads,
                                  num_kv_heads, block_size, block_bytes, layer_offset, ahead,    scale};
     __shared__ Shared shared;
-    if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;
-    __syncthreads();
     const int items = count_items(arguments);
-    Item item = find_item(arguments, blockIdx.x, items);
+    const Item item = find_item(arguments, blockIdx.x, items);
+    if (threadIdx.x == 0) shared.items = items, shared.claims = plan[1] != 0, shared.claimed = NOT_CLAIMED;
     // The previous kernel writes at most a token of each row. What it does not write is loaded before it has ended.
     const bool early = first_token(item) + STEP <= item.end - batch;
     Keys keys;
@@ -666,10 +675,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     prefetch(arguments, item, early ? TILES : 0);
     wait_for_previous_kernel();
     if (!early) load_first(keys, values, arguments, item);
-    if (blockIdx.x >= items) return;
-    while (true) {
-        item = compute_item(shared, keys, values, arguments, item, items);
-        if (item.heads == 0) return;
+    keep(shared.item, item);
+    __syncthreads();
+#pragma unroll 1
+    while (shared.item[threadIdx.x / WARP].heads > 0) {
+        compute_item(shared, keys, values, arguments);
         __syncthreads();  // before the next item writes to shared memory
+        keep(shared.item, shared.next[threadIdx.x / WARP]);
     }
 }
