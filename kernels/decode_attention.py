@@ -132,26 +132,29 @@ def plan_parts(context_lens: np.ndarray, cut: Cut, groups: int, blocks: int) -> 
     """The plan for context_lens [B], int32: see `DecodeSplits.plan`. Every sequence has at least one part."""
     longs = context_lens // cut.long
     counts = np.maximum(longs - (longs * cut.long - context_lens) // cut.short, 1)
-    first_parts = np.cumsum(counts)
-    sequences = np.empty((len(counts), _PART_FIELDS), np.int32)
+    rows, ends_before = np.arange(len(counts), dtype=np.int32), counts.cumsum()
     longer = cut.long - cut.short
-    for field, values in enumerate((range(len(counts)), 0, counts, first_parts - counts, longs * longer, context_lens)):
+    sequences = np.empty((len(counts), _PART_FIELDS), np.int32)
+    fields = (rows, 0, counts, ends_before - counts, longs * longer, context_lens)
+    for field, values in enumerate(fields):
         sequences[:, field] = values
-    plan = np.zeros((1 + int(first_parts[-1]), _PART_FIELDS), np.int32)
+    plan = np.empty((1 + int(ends_before[-1]), _PART_FIELDS), np.int32)
+    plan[0] = (len(plan) - 1, 0, 0, 0, 0, 0)
     parts = plan[1:]
-    sequences.take(np.repeat(sequences[:, 0], counts), axis=0, out=parts)
-    numbers = np.arange(len(parts)) - parts[:, 3]
-    begins = np.minimum(numbers * longer, parts[:, 4]) + numbers * cut.short
-    ends = np.minimum((numbers + 1) * longer, parts[:, 4]) + (numbers + 1) * cut.short
-    parts[:, 1] = numbers
-    parts[:, 4] = begins
+    sequences.take(rows.repeat(counts), axis=0, out=parts, mode="clip")
+    numbers = np.arange(len(parts), dtype=np.int32) - parts[:, 3]
+    begins, ends = numbers * cut.short, (numbers + 1) * cut.short
+    if longer:
+        begins += np.minimum(numbers * longer, parts[:, 4])
+        ends += np.minimum((numbers + 1) * longer, parts[:, 4])
+    parts[:, 1], parts[:, 4] = numbers, begins
     np.minimum(ends, parts[:, 5], out=parts[:, 5])
-    plan[0, 0] = len(parts)
     if len(parts) * groups > blocks:
         sizes = parts[:, 4] - parts[:, 5]  # below 0
-        order = sizes.argsort(kind="stable")
-        plan[1:] = parts.take(order, axis=0)
-        plan[0, 1] = _should_claim(-sizes[order], groups, blocks)
+        if sizes.min() < sizes.max():
+            order = sizes.argsort(kind="stable")
+            plan[1:] = parts.take(order, axis=0)
+            plan[0, 1] = _should_claim(-sizes[order], groups, blocks)
     return plan.ravel()
 
 
