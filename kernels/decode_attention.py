@@ -3,10 +3,10 @@
 Owns: the kernel's wrapper, `DecodeSplits` (its plan and workspace), the reference in plain torch. Does not know: who
 fills the pool, where the block tables come from, which queries belong to whom.
 
-A sequence's tokens are cut into parts; a work item is one part for one KV head's queries. The grid is fixed, each block
-begins with one item and claims others as it ends, the long ones first, so that all blocks end at about the same time
-though multiprocessors do not read equally fast. One captured CUDA graph serves all context lengths: the host only
-writes the plan and the block tables anew.
+A sequence's tokens are cut into parts; a work item is one part for one KV head's queries. The grid is fixed, and each
+block begins with one item, the long ones first. Where the parts are about alike the next items are dealt out in turn;
+where they are not, each block claims one when it has ended another, so that all end at about the same time. One
+captured CUDA graph serves all context lengths: the host only writes the plan and the block tables anew.
 
 The kernel reads much before the kernel in front of it has ended. So the plan, the block tables, and the K and V of all
 tokens but a sequence's last B must be written by copies or by work that ended before that kernel began; q and the last
@@ -38,14 +38,17 @@ DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""
 
 _TILE = 16  # tokens; parts begin at multiples of it
-_PARTS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128])  # of the longest sequence
 _SHORTEST = 128
-_FEWEST_ROUNDS, _TRIED_ROUNDS = 4, 10  # of a block, in a long part beside which there are short ones
+_MOST_PARTS = 128  # of a sequence
+_FEWEST_ROUNDS = 4  # of a block, in a long part beside which there are short ones
 _EXTRA_WAVES = 6  # items that splitting may add, in grids
-# What an item, and a level of the tree that merges parts, cost besides reading: in tokens that a block could read.
-_ITEM_COST, _MERGE_COST = 64, 192
-_PARTS_OF_LEVELS = np.array([1, 16, 256])
-_SPREAD = 1.1  # how much longer the slowest multiprocessors take
+_FULL_WAVE = 0.9  # of what all blocks could read while one reads a part: good enough to look no further
+# What an item, a claim, and a level of the tree that merges parts cost besides reading: in tokens that a block could
+# read. Fitted on an H200, where a block reads 60 in a microsecond if all do.
+_ITEM_COST, _CLAIM_COST, _MERGE_COST = 96, 64, 192
+_ALONE = 0.6  # what reading a part takes where most blocks are idle
+_FAN = 16  # parts that a node of that tree merges
+_PARTS_OF_LEVELS = (1, _FAN, _FAN**2)  # more need another level
 _PART_FIELDS = 6
 _L2_SHARE = 0.5  # of the L2 cache, for what is read ahead
 
@@ -58,8 +61,9 @@ class DecodeSplits:
     """
 
     plan: Tensor
-    """int32 [1 + parts, 6], flat: the number of parts; then of each part, in the order in which they are begun, the
-    sequence, which of its parts, of how many, how many parts come before the sequence's, first token, end."""
+    """int32 [1 + parts, 6], flat: the number of parts, and whether blocks claim items; then of each part, in the order
+    in which they are begun, the sequence, which of its parts, of how many, how many parts come before the sequence's,
+    first token, end."""
     partials: Tensor
     """fp32 [slots, group heads, D]: what the work items of split sequences have gathered."""
     statistics: Tensor
@@ -89,7 +93,7 @@ class DecodeSplits:
         heads, groups = _group(pages, num_heads)
         device = pages.pool.device
         properties = torch.cuda.get_device_properties(device)
-        macros = _macros(False, pages.format, pages.head_dim, heads // 8, 0)
+        macros = _macros(False, pages.format, pages.head_dim, heads // 8)
         blocks = properties.multi_processor_count * macros["BLOCKS_PER_SM"]
         tile_bytes = 2 * _TILE * pages.plane_bytes // pages.block_size
         fixed = DETERMINISTIC_SPLIT if deterministic else None
@@ -110,8 +114,10 @@ class DecodeSplits:
     def plan_for(self, context_lens: np.ndarray) -> np.ndarray:
         """What to write into the beginning of `plan` for context_lens [B] (0 for a padding row)."""
         if self.split_tokens is None:
-            return plan_parts(context_lens, choose_cut(context_lens, self.groups, self.blocks, self.round_tokens))
-        return plan_parts(context_lens, Cut(self.split_tokens, self.split_tokens))
+            cut = choose_cut(context_lens, self.groups, self.blocks, self.round_tokens)
+        else:
+            cut = Cut(self.split_tokens, self.split_tokens)
+        return plan_parts(context_lens, cut, self.groups, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +128,43 @@ class Cut:
     short: int
 
 
-def plan_parts(context_lens: np.ndarray, cut: Cut) -> np.ndarray:
-    """The plan for context_lens [B], int32: see `DecodeSplits.plan`. Every sequence has at least one part.
-
-    The parts of one kind are of equal length, sequence by sequence.
-    """
+def plan_parts(context_lens: np.ndarray, cut: Cut, groups: int, blocks: int) -> np.ndarray:
+    """The plan for context_lens [B], int32: see `DecodeSplits.plan`. Every sequence has at least one part."""
     longs = context_lens // cut.long
     counts = np.maximum(longs - (longs * cut.long - context_lens) // cut.short, 1)
-    sequences = np.repeat(np.arange(len(counts)), counts)
-    longs, counts, before, lengths = np.stack([longs, counts, np.cumsum(counts) - counts, context_lens])[:, sequences]
-    numbers = np.arange(len(sequences)) - before
-    begins, ends = (n * cut.long - np.maximum(n - longs, 0) * (cut.long - cut.short) for n in (numbers, numbers + 1))
-    ends = np.minimum(ends, lengths)
-    plan = np.zeros((1 + len(sequences), _PART_FIELDS), np.int32)
-    plan[0, 0] = len(sequences)
-    columns = np.stack([sequences, numbers, counts, before, begins, ends], axis=1)
-    plan[1:] = columns[np.argsort(begins - ends, kind="stable")]
+    rows, ends_before = np.arange(len(counts), dtype=np.int32), counts.cumsum()
+    longer = cut.long - cut.short
+    sequences = np.empty((len(counts), _PART_FIELDS), np.int32)
+    fields = (rows, 0, counts, ends_before - counts, longs * longer, context_lens)
+    for field, values in enumerate(fields):
+        sequences[:, field] = values
+    plan = np.empty((1 + int(ends_before[-1]), _PART_FIELDS), np.int32)
+    plan[0] = (len(plan) - 1, 0, 0, 0, 0, 0)
+    parts = plan[1:]
+    sequences.take(rows.repeat(counts), axis=0, out=parts, mode="clip")
+    numbers = np.arange(len(parts), dtype=np.int32) - parts[:, 3]
+    begins, ends = numbers * cut.short, (numbers + 1) * cut.short
+    if longer:
+        begins += np.minimum(numbers * longer, parts[:, 4])
+        ends += np.minimum((numbers + 1) * longer, parts[:, 4])
+    parts[:, 1], parts[:, 4] = numbers, begins
+    np.minimum(ends, parts[:, 5], out=parts[:, 5])
+    if len(parts) * groups > blocks:
+        sizes = parts[:, 4] - parts[:, 5]  # below 0
+        if sizes.min() < sizes.max():
+            order = sizes.argsort(kind="stable")
+            plan[1:] = parts.take(order, axis=0)
+            plan[0, 1] = _should_claim(-sizes[order], groups, blocks)
     return plan.ravel()
+
+
+def _should_claim(sizes: np.ndarray, groups: int, blocks: int) -> bool:
+    """Whether parts of these sizes, the longest first, are done earlier if blocks claim items than if they get them in
+    turn, the first block the longest ones."""
+    in_turn = [int(sizes[item // groups]) for item in range(0, len(sizes) * groups, blocks)]
+    evenly = int(sizes.sum()) * groups / blocks
+    claimed = max(evenly, int(sizes[(blocks - 1) // groups]) + in_turn[1])
+    return sum(in_turn) > claimed + len(in_turn) * _CLAIM_COST
 
 
 def choose_cut(context_lens: np.ndarray, groups: int, blocks: int, round_tokens: int) -> Cut:
@@ -148,22 +174,55 @@ def choose_cut(context_lens: np.ndarray, groups: int, blocks: int, round_tokens:
     parts, and the rest in short ones that blocks which end early take over.
     """
     longest, total = max(int(context_lens.max()), 1), int(context_lens.sum()) * groups
-    alike = np.maximum(np.ceil(longest / (_PARTS * _TILE)) * _TILE, _SHORTEST)
-    share = total // (blocks * round_tokens)
-    rounds = np.arange(max(share - _TRIED_ROUNDS, _FEWEST_ROUNDS), share + 1.0) * round_tokens
-    long = np.concatenate([alike, rounds])
-    short = np.concatenate([alike, np.full(len(rounds), max(round_tokens, _SHORTEST))])
-    longs = np.floor(np.multiply.outer(1.0 / long, context_lens + 0.5))
-    counts = longs + np.ceil((context_lens - longs * long[:, None]) / short[:, None])
-    items, long_items = np.maximum(counts, 1).sum(axis=1) * groups, longs.sum(axis=1) * groups
-    in_waves = np.ceil(items / blocks) * (_SPREAD * long + _ITEM_COST)
-    in_waves[len(alike) :] = math.inf
-    evenly = (total + items * _ITEM_COST) / blocks
-    in_turn = np.maximum(evenly, np.ceil(long_items / blocks) * (_SPREAD * long + _ITEM_COST)) + short / 2
-    cost = np.minimum(in_waves, in_turn) + np.searchsorted(_PARTS_OF_LEVELS, counts.max(axis=1)) * _MERGE_COST
-    cost[items > len(context_lens) * groups + _EXTRA_WAVES * blocks] = math.inf
-    best = cost.argmin()
-    return Cut(int(long[best]), int(short[best]))
+    one_wave = blocks // (len(context_lens) * groups)  # parts of each sequence that are one
+    if longest <= _SHORTEST:
+        return Cut(_SHORTEST, _SHORTEST)
+    if 1 <= one_wave <= _FAN:
+        long = _round_up(longest / one_wave)
+        if long >= _SHORTEST and total >= _FULL_WAVE * blocks * long:
+            return Cut(long, long)
+    return _cheapest_cut(context_lens, groups, blocks, round_tokens, longest, total)
+
+
+def _round_up(tokens: float) -> int:
+    return math.ceil(tokens / _TILE) * _TILE
+
+
+def _cheapest_cut(
+    context_lens: np.ndarray, groups: int, blocks: int, round_tokens: int, longest: int, total: int
+) -> Cut:
+    share = total / blocks
+    numbers = (1, 2, _FAN, *(math.ceil(waves * longest / share) for waves in (0.5, 1, 1.5, 2, 3)))
+    cuts = [(long, long) for long in {max(_round_up(longest / min(n, _MOST_PARTS)), _SHORTEST) for n in numbers}]
+    rounds = int(share / round_tokens)
+    if rounds > _FEWEST_ROUNDS:
+        short = max(round_tokens, _SHORTEST)
+        cuts += [(max(rounds - fewer, _FEWEST_ROUNDS) * round_tokens, short) for fewer in (0, 1, 3)]
+    long, short = np.array(cuts, float).T[:, :, None]
+    in_longs = np.maximum(context_lens, 1) / long
+    longs = np.floor(in_longs)
+    counts = longs + np.ceil((in_longs - longs) * (long / short * 0.999999))  # a whole number of short ones stays that
+    items, long_items = (counts.sum(axis=1) * groups).tolist(), (longs.sum(axis=1) * groups).tolist()
+    most_parts, most_items = counts.max(axis=1).tolist(), len(context_lens) * groups + _EXTRA_WAVES * blocks
+    costs = [
+        _cost(*cuts[i], share, items[i] / blocks, long_items[i] / blocks, most_parts[i])
+        if items[i] <= most_items
+        else math.inf
+        for i in range(len(cuts))
+    ]
+    return Cut(*cuts[costs.index(min(costs))])
+
+
+def _cost(long: int, short: int, share: float, waves: float, long_waves: float, most_parts: float) -> float:
+    """When the last block ends, in tokens that one reads until then. `share` are a block's tokens if all have as many,
+    `waves` and `long_waves` its items and its long ones, `most_parts` those of the longest sequence."""
+    claimed = max(share + waves * (_ITEM_COST + _CLAIM_COST), math.ceil(long_waves) * (long + _ITEM_COST)) + short / 2
+    if long == short:  # wave by wave; the last one is faster if it leaves blocks idle
+        whole = math.ceil(waves) - 1
+        in_turn = whole * (long + _ITEM_COST) + min(max(waves - whole + 0.15, _ALONE), 1) * long + _ITEM_COST
+        claimed = min(claimed, in_turn)
+    levels = sum(most_parts > parts for parts in _PARTS_OF_LEVELS)
+    return claimed + levels * _MERGE_COST
 
 
 def paged_decode(
@@ -176,59 +235,21 @@ def paged_decode(
     1 / sqrt(D). Tensor cores work in fp16, with a bf16 pool in bf16. Raises KernelArgumentError.
     """
     check_tensor("q", q, ACTIVATIONS, (("B", None), ("H", None), ("D", pages.head_dim)))
-    _launch(0, q.shape[1], (q, None, None), pages, layer, block_tables, context_lens, splits, out)
-
-
-def paged_decode_fresh(
-    qkv: Tensor,
-    bias: Tensor | None,
-    rotary: Tensor,
-    pages: KVPages,
-    layer: int,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    splits: DecodeSplits,
-    out: Tensor,
-) -> None:
-    """`rope_and_write` and `paged_decode` in one, the same bit by bit, where every row is another sequence.
-
-    qkv [B, (H+2G)*D], bias [(H+2G)*D] and rotary fp32 [P, D/2, 2] as `rope_and_write` takes them. Row b's token is the
-    newest, at position context_lens[b] - 1; of a padding row nothing is written. The rest is as in `paged_decode`.
-    """
-    check_tensor("qkv", qkv, ACTIVATIONS, (("B", None), ("(H+2G)*D", None)))
-    check_multiple("(H+2G)*D", qkv.shape[1], pages.head_dim)
-    num_heads = qkv.shape[1] // pages.head_dim - 2 * pages.num_kv_heads
-    if bias is not None:
-        check_tensor("bias", bias, qkv.dtype, (("(H+2G)*D", qkv.shape[1]),))
-    check_tensor("rotary", rotary, torch.float32, (("P", None), ("D/2", pages.head_dim // 2), ("cos, sin", 2)))
-    _launch(1, num_heads, (qkv, bias, rotary), pages, layer, block_tables, context_lens, splits, out)
-
-
-def _launch(
-    fresh: int,
-    num_heads: int,
-    queries: tuple[Tensor, Tensor | None, Tensor | None],
-    pages: KVPages,
-    layer: int,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    splits: DecodeSplits,
-    out: Tensor,
-) -> None:
-    q = queries[0]
-    batch = q.shape[0]
+    batch, num_heads = q.shape[0], q.shape[1]
     heads, groups = _group(pages, num_heads)
     pages.check(layer)
     check_tensor("block_tables", block_tables, torch.int32, (("B", batch), ("max_blocks", None)), alignment=4)
     check_tensor("context_lens", context_lens, torch.int32, (("B", batch),), alignment=4)
     check_tensor("out", out, q.dtype, (("B", batch), ("H * D", num_heads * pages.head_dim)))
     _check_splits(splits, batch, groups, heads, pages.head_dim)
-    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8, fresh)
-    load("paged_decode", **macros).launch(
+    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8)
+    kernel = load("paged_decode", **macros)
+    kernel.prefer_l1(macros["BLOCKS_PER_SM"])
+    kernel.launch(
         (splits.blocks,),
         32 * macros["WARPS"],
         (
-            *(*queries, context_lens, pages.pool, block_tables, splits.plan),
+            *(q, pages.pool, block_tables, splits.plan),
             *(splits.partials, splits.statistics, splits.counters, out),
             *(batch, splits.plan.numel() // _PART_FIELDS - 1, block_tables.shape[1], num_heads, pages.num_kv_heads),
             *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), splits.ahead),
@@ -253,12 +274,14 @@ def _group(pages: KVPages, num_heads: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int, fresh: int) -> dict[str, int]:
+def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -> dict[str, int]:
     """`head_tiles`: eights of query heads. As many warps and tokens under way as there are registers for."""
     if 8 * head_tiles * head_dim > 1024:
         warps, blocks, tiles = 4, 2, 1
     elif kv_format in ("fp16", "bf16") or head_tiles > 1:
         warps, blocks, tiles = 8, 1, 2
+    elif kv_format == "int8":
+        warps, blocks, tiles = 8, 2, 1
     else:
         warps, blocks, tiles = 6, 2, 2
     return {
@@ -269,15 +292,12 @@ def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int, f
         "WARPS": warps,
         "BLOCKS_PER_SM": blocks,
         "TILES": tiles,
-        "FRESH": fresh,
     }
 
 
 VARIANTS = tuple(
-    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles, fresh))
-    for bf16, kv_format, head_dim, head_tiles, fresh in itertools.product(
-        (False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2), (0, 1)
-    )
+    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles))
+    for bf16, kv_format, head_dim, head_tiles in itertools.product((False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2))
     if head_tiles == 1 or head_dim <= 128
 )
 

@@ -7,20 +7,16 @@
 // loads its own fragments from global memory, in pieces of up to 16 bytes that fill whole sectors; nothing is staged.
 //
 // A work item is a part of a sequence's tokens for one KV head. The grid is fixed: a block begins with the item of its
-// own number and then claims one after the other, as multiprocessors read at different speeds. The warps of a block
-// take the steps of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the
-// next item are on their way. Parts of a sequence are merged in a tree of fixed shape, each node by the block that ends
-// last in it. So a result depends on the sequence and on how it is cut, and on nothing else.
-//
-// With FRESH the queries, and K and V of each sequence's newest token, come as the QKV product leaves them: queries are
-// rotated as they are loaded, and the warp whose step holds that token writes it into the pool before it loads them.
+// own number. After that it either takes every gridDim.x-th item, so that it knows the next one from the start, or,
+// where the plan says so because items are of unequal length, claims one whenever it ends. The warps of a block take
+// the steps of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the next
+// item are on their way. Parts of a sequence are merged in a tree of fixed shape, each node by the block that ends last
+// in it. So a result depends on the sequence and on how it is cut, and on nothing else.
 //
 // Macros, besides those of the headers: HEAD_DIM; HEAD_TILES, eights of query heads in an item; WARPS of a block and
-// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time; FRESH.
+// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time.
 #include "kv_read.cuh"
-#include "kv_write.cuh"
 #include "mma.cuh"
-#include "rope.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int HEADS = 8 * HEAD_TILES;  // query heads of one item
@@ -46,17 +42,15 @@ constexpr int KEY_RUN = KEY_PIECE / KV_ELEMENT_BYTES, VALUE_RUN = VALUE_PIECE / 
 constexpr float LOWEST = -1e38f;
 
 struct Arguments {
-    const Activation *q;      // [batch, num_heads, D]; FRESH: [batch, num_heads + 2 * num_kv_heads, D]: of q, K and V
-    const Activation *bias;   // FRESH: [(num_heads + 2 * num_kv_heads) * D], or null
-    const float *rotary;      // FRESH: [positions, D / 2] (cos, sin)
-    const int *context_lens;  // FRESH: [batch]
-    uint8 *pool;
+    const Activation *q;  // [batch, num_heads, D]
+    const uint8 *pool;
     const int *block_tables;  // [batch, max_blocks]
-    const int *plan;          // [1 + most_parts, 6]: how many parts there are; then, part by part, what `Item` says
+    const int *plan;          // [1 + most_parts, 6]: how many parts there are, and whether blocks claim items; then,
+                              // part by part, what `Item` says
     float *partials;          // [slots, HEADS, D]: what an item of several parts has gathered
     float2 *statistics;       // [slots, HEADS]: its largest score, and the sum of weights relative to that
     int *counters;            // [1 + slots]: how many items have been claimed; how many children of a node have ended
-    Activation *out;          // [batch, num_heads, D]
+    Activation *out;          // as q
     int batch, most_parts, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
     int ahead;    // tiles of a warp that are brought into the L2 cache before the previous kernel has ended
     float scale;  // includes log2(e)
@@ -65,10 +59,9 @@ struct Arguments {
 // One block's work: `heads` query heads from `first_head` on, over the tokens [begin, end) of a sequence, which are its
 // part number `part` of `parts`. `slot` is that of the sequence's first part; the next parts' are `groups` apart.
 struct Item {
-    int sequence, part, parts, slot, groups;
+    int number, sequence, part, parts, slot, groups;
     int kv_head, first_head, heads;
     int begin, end;
-    int newest;  // the sequence's newest token, if it is one of the item's; else below 0
 };
 
 __device__ __forceinline__ int ceil_divide(int a, int b) { return (a + b - 1) / b; }
@@ -97,6 +90,10 @@ constexpr int NOT_CLAIMED = -2, BEING_CLAIMED = -1;
 struct Shared {
     float2 statistics[WARPS][HEADS];
     alignas(16) float output[WARPS][HEADS][D + 4];  // + 4 spreads the heads over the banks
+    // Of each warp the item at hand and the next one: registers are for K and V.
+    Item item[WARPS], next[WARPS];
+    int items;
+    bool claims;
     int claimed;  // the block's next item, or one of the two above
     bool is_last;
 };
@@ -115,17 +112,16 @@ __device__ __forceinline__ int count_items(const Arguments &arguments) {
 // The item of that number, or one without tokens beyond the last. Its part is looked up before `items` must be known.
 __device__ __forceinline__ Item find_item(const Arguments &arguments, int index, int items) {
     Item item = {};
-    item.newest = -1;
     const int group_heads = arguments.num_heads / arguments.num_kv_heads, chunks = count_chunks(arguments);
     item.groups = arguments.num_kv_heads * chunks;
     const int unit = index / item.groups, group = index - unit * item.groups;
     const int2 *part = reinterpret_cast<const int2 *>(arguments.plan) + 3 * (1 + min(unit, arguments.most_parts - 1));
     const int2 first = part[0], second = part[1], tokens = part[2];
     if (index >= items) return item;
+    item.number = index;
     item.sequence = first.x, item.part = first.y, item.parts = second.x;
     item.slot = second.y * item.groups + group;
     item.begin = tokens.x, item.end = tokens.y;
-    item.newest = item.part == item.parts - 1 ? item.end - 1 : -1;
     item.kv_head = group / chunks;
     const int first_head = (group - item.kv_head * chunks) * HEADS;
     item.first_head = item.kv_head * group_heads + first_head;
@@ -147,17 +143,12 @@ __device__ __forceinline__ int value_offset(const Arguments &arguments) {
     return arguments.num_kv_heads * plane_bytes(arguments.block_size, D);
 }
 
-// K's plane of a sequence's block.
-__device__ __forceinline__ uint8 *find_plane(const Arguments &arguments, int sequence, int kv_head, uint32 block) {
-    const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
-    return arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes + arguments.layer_offset +
-           kv_head * plane_bytes(arguments.block_size, D);
-}
-
 __device__ __forceinline__ Tile find_tile(const Arguments &arguments, int sequence, int kv_head, uint32 token) {
+    const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
     const uint32 block = token / static_cast<uint32>(arguments.block_size);
     const uint32 row = token - block * arguments.block_size;
-    const uint8 *plane = find_plane(arguments, sequence, kv_head, block);
+    const uint8 *plane = arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes +
+                         arguments.layer_offset + kv_head * plane_bytes(arguments.block_size, D);
     return {plane + row * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * row};
 }
 
@@ -230,51 +221,6 @@ __device__ __forceinline__ void prefetch(const Arguments &arguments, const Item 
 #endif
 }
 
-// ---- What the QKV product leaves ------------------------------------------------------------------------------------
-
-// 8 neighbours of a head: with bias, and rotated unless they are V's.
-__device__ __forceinline__ void load_fresh(float (&x)[8], const Arguments &arguments, int sequence, int head,
-                                           int column) {
-    const int heads = arguments.num_heads + 2 * arguments.num_kv_heads;
-    const Activation *row = arguments.q + (static_cast<size_t>(sequence) * heads + head) * D;
-    unpack8(__ldcg(reinterpret_cast<const uint4 *>(row + column)), x);
-    if (arguments.bias != nullptr) {
-        float added[8];
-        load8(arguments.bias + head * D + column, added);
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] += added[i];
-    }
-    if (head >= arguments.num_heads + arguments.num_kv_heads) return;
-    const int position = max(arguments.context_lens[sequence] - 1, 0);
-    float turns[8];
-    load8(arguments.rotary + static_cast<size_t>(position) * D + column, turns);
-    rotate(x, turns);
-}
-
-// Writes K and V of the newest token, if the step that begins with `token` has it, before the warp loads that step.
-__device__ __forceinline__ void write_newest(const Arguments &arguments, int sequence, int kv_head, int newest,
-                                             int token) {
-    if (static_cast<uint32>(newest - token) >= STEP) return;
-    constexpr int LANES = D <= 64 ? 8 : D <= 128 ? 16 : 32;  // of K or V, 8 elements each
-    const int lane = threadIdx.x % WARP, column = lane % LANES * 8;
-    const uint32 block = static_cast<uint32>(newest) / static_cast<uint32>(arguments.block_size);
-    uint8 *plane = find_plane(arguments, sequence, kv_head, block);
-    for (int i = lane / LANES; i < 2; i += WARP / LANES) {
-        float x[8] = {};
-        const int head = arguments.num_heads + i * arguments.num_kv_heads + kv_head;
-        if (column < D) load_fresh(x, arguments, sequence, head, column);
-        write_head<LANES>(plane + i * value_offset(arguments), newest - block * arguments.block_size,
-                          arguments.block_size, column, x);
-    }
-    __syncwarp();
-}
-
-// The first of an item's tokens that this kernel or the one in front of it may write; those before may be loaded early.
-__device__ __forceinline__ int first_unsettled(const Arguments &arguments, const Item &item) {
-    if constexpr (FRESH) return item.newest < 0 ? item.end : item.newest;
-    return item.end - arguments.batch;  // a pass writes a token a row
-}
-
 // ---- Queries --------------------------------------------------------------------------------------------------------
 
 // The B fragments of Q^T, and per head column of the lane what turns a product into a score in powers of two.
@@ -326,16 +272,8 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Arguments &
         for (int i = 0; i < PRODUCT_STEPS / 2; i++) {  // 8 neighbours are 2 steps
             const int piece = 8 * i / KEY_RUN, inside = 8 * i % KEY_RUN;
             uint4 words = {0, 0, 0, 0};
-            const int column = (4 * piece + t) * KEY_RUN + inside;
-            if (head < item.heads) {
-                if constexpr (FRESH) {
-                    float x[8];
-                    load_fresh(x, arguments, item.sequence, item.first_head + head, column);
-                    store8(reinterpret_cast<Activation *>(&words), x);
-                } else {
-                    words = __ldcg(reinterpret_cast<const uint4 *>(row + column));
-                }
-            }
+            if (head < item.heads)
+                words = __ldcg(reinterpret_cast<const uint4 *>(row + (4 * piece + t) * KEY_RUN + inside));
             pairs[2 * i][0] = words.x, pairs[2 * i][1] = words.y;
             pairs[2 * i + 1][0] = words.z, pairs[2 * i + 1][1] = words.w;
         }
@@ -503,21 +441,30 @@ __device__ __forceinline__ void multiply_values(Gathered &gathered, const Weight
     }
 }
 
-// The block's next item, found once by the first warp to ask, for all.
-__device__ __forceinline__ Item claim(Shared &shared, const Arguments &arguments, int items) {
-    int index = items;
-    if (items > gridDim.x) {
-        if (threadIdx.x % WARP == 0) {
-            if (atomicCAS(&shared.claimed, NOT_CLAIMED, BEING_CLAIMED) == NOT_CLAIMED) {
-                const int before = atomicAdd(arguments.counters, 1);
-                if (before == items - 1) *arguments.counters = 0;  // every item's end has claimed: this is the last
-                atomicExch(&shared.claimed, before + gridDim.x);
-            }
-            while ((index = atomicOr(&shared.claimed, 0)) < 0) {}
+// The number of the block's next item, claimed once by the first warp to ask, for all.
+__device__ __forceinline__ int claim(Shared &shared, const Arguments &arguments) {
+    int number;
+    if (threadIdx.x % WARP == 0) {
+        if (atomicCAS(&shared.claimed, NOT_CLAIMED, BEING_CLAIMED) == NOT_CLAIMED) {
+            const int before = atomicAdd(arguments.counters, 1);
+            if (before == shared.items - 1) *arguments.counters = 0;  // every item's end has claimed: this is the last
+            atomicExch(&shared.claimed, before + gridDim.x);
         }
-        index = __shfl_sync(0xffffffffu, index, 0);
+        while ((number = atomicOr(&shared.claimed, 0)) < 0) {}
     }
-    return find_item(arguments, index, items);
+    return __shfl_sync(0xffffffffu, number, 0);
+}
+
+// Keeps one of the calling warp's items. What lies there is no longer read.
+__device__ __forceinline__ void keep(Item (&items)[WARPS], const Item &item) {
+    if (threadIdx.x % WARP == 0) items[threadIdx.x / WARP] = item;
+    __syncwarp();
+}
+
+// The block's next item. Where items are claimed, this is when.
+__device__ __forceinline__ const Item &find_next(Shared &shared, const Arguments &arguments) {
+    if (shared.claims) keep(shared.next, find_item(arguments, claim(shared, arguments), shared.items));
+    return shared.next[threadIdx.x / WARP];
 }
 
 // Loads a warp's first step of an item, unless there is none.
@@ -525,32 +472,25 @@ __device__ __forceinline__ void load_first(Keys &keys, Values &values, const Arg
     if (first_token(item) >= item.end) return;
     Tile tiles[TILES];
     find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
-    if constexpr (FRESH) write_newest(arguments, item.sequence, item.kv_head, item.newest, first_token(item));
     load_keys(keys, tiles);
     load_values(values, tiles, value_offset(arguments));
 }
 
 // A warp's steps of an item, of which the first is in `keys` and `values`, or on its way there. Leaves the first of the
-// next item, which it returns, there: as soon as a step's K or V is consumed, that of the step after it is asked for.
-__device__ __forceinline__ Item attend(Shared &shared, Gathered &gathered, Keys &keys, Values &values,
-                                       const Queries &queries, const Arguments &arguments, const Item &item,
-                                       int items) {
-    Item next;
-    if (first_token(item) >= item.end) {
-        next = claim(shared, arguments, items);
-        load_first(keys, values, arguments, next);
-    }
+// next item there: as soon as a step's K or V is consumed, that of the step after it is asked for.
+__device__ __forceinline__ void attend(Shared &shared, Gathered &gathered, Keys &keys, Values &values,
+                                       const Queries &queries, const Arguments &arguments, const Item &item) {
+    if (first_token(item) >= item.end) load_first(keys, values, arguments, find_next(shared, arguments));
 #pragma unroll 1
     for (int token = first_token(item); token < item.end; token += STRIDE) {
         const int remaining = item.end - token;
         const bool goes_on = remaining > STRIDE;
-        if (!goes_on) next = claim(shared, arguments, items);
-        const int ahead = goes_on ? token + STRIDE : first_token(next), end = goes_on ? item.end : next.end;
-        const int sequence = goes_on ? item.sequence : next.sequence, kv_head = goes_on ? item.kv_head : next.kv_head;
+        const Item &after = goes_on ? item : find_next(shared, arguments);
+        const int ahead = goes_on ? token + STRIDE : first_token(after);
+        const int end = after.end, sequence = after.sequence, kv_head = after.kv_head;
         const bool loads = ahead < end;
         Tile tiles[TILES];
         if (loads) find_tiles(tiles, arguments, sequence, kv_head, ahead, end);
-        if constexpr (FRESH) write_newest(arguments, sequence, kv_head, goes_on ? item.newest : next.newest, ahead);
         Scores scores;
         find_scores(scores, queries, keys);
         if (remaining < STEP) mask_scores(scores, values, remaining);
@@ -561,7 +501,6 @@ __device__ __forceinline__ Item attend(Shared &shared, Gathered &gathered, Keys 
         multiply_values(gathered, weights, values);
         if (loads) load_values(values, tiles, value_offset(arguments));
     }
-    return next;
 }
 
 // ---- Merging --------------------------------------------------------------------------------------------------------
@@ -699,48 +638,49 @@ __device__ __forceinline__ void merge_parts(Shared &shared, const Arguments &arg
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// Returns the next item.
-__device__ __forceinline__ Item compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments,
-                                             const Item &item, int items) {
+// `shared` has the item, and afterwards the next one.
+__device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments) {
+    const Item &item = shared.item[threadIdx.x / WARP];
     Queries queries;
     load_queries(queries, arguments, item);
+    if (!shared.claims) keep(shared.next, find_item(arguments, item.number + gridDim.x, shared.items));
     Gathered gathered = {};
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; i++) gathered.largest[i / 2][i % 2] = LOWEST;
-    const Item next = attend(shared, gathered, keys, values, queries, arguments, item, items);
+    attend(shared, gathered, keys, values, queries, arguments, item);
     share(shared, gathered);
     if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;  // all warps know the next item
     merge_warps(shared, arguments, item);
     if (item.parts > 1) merge_parts(shared, arguments, item);
-    return next;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    paged_decode(const Activation *q, const Activation *bias, const float *rotary, const int *context_lens,
-                 uint8 *pool, const int *block_tables, const int *plan, float *partials, float2 *statistics,
-                 int *counters, Activation *out, int batch, int most_parts, int max_blocks, int num_heads,
-                 int num_kv_heads, int block_size, int block_bytes, int layer_offset, int ahead, float scale) {
+    paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *plan, float *partials,
+                 float2 *statistics, int *counters, Activation *out, int batch, int most_parts, int max_blocks,
+                 int num_heads, int num_kv_heads, int block_size, int block_bytes, int layer_offset, int ahead,
+                 float scale) {
     let_next_kernel_start();
-    const Arguments arguments = {q,          bias,         rotary,     context_lens, pool,         block_tables, plan,
-                                 partials,   statistics,   counters,   out,          batch,        most_parts,
-                                 max_blocks, num_heads,    num_kv_heads, block_size, block_bytes,  layer_offset,
-                                 ahead,      scale};
+    const Arguments arguments = {q,          pool,       block_tables, plan,      partials,     statistics,
+                                 counters,   out,        batch,        most_parts, max_blocks,  num_heads,
+                                 num_kv_heads, block_size, block_bytes, layer_offset, ahead,    scale};
     __shared__ Shared shared;
-    if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;
-    __syncthreads();
     const int items = count_items(arguments);
-    Item item = find_item(arguments, blockIdx.x, items);
-    const bool early = first_token(item) + STEP <= first_unsettled(arguments, item);
+    const Item item = find_item(arguments, blockIdx.x, items);
+    if (threadIdx.x == 0) shared.items = items, shared.claims = plan[1] != 0, shared.claimed = NOT_CLAIMED;
+    // The previous kernel writes at most a token of each row. What it does not write is loaded before it has ended.
+    const bool early = first_token(item) + STEP <= item.end - batch;
     Keys keys;
     Values values;
     if (early) load_first(keys, values, arguments, item);
     prefetch(arguments, item, early ? TILES : 0);
     wait_for_previous_kernel();
     if (!early) load_first(keys, values, arguments, item);
-    if (blockIdx.x >= items) return;
-    while (true) {
-        item = compute_item(shared, keys, values, arguments, item, items);
-        if (item.heads == 0) return;
+    keep(shared.item, item);
+    __syncthreads();
+#pragma unroll 1
+    while (shared.item[threadIdx.x / WARP].heads > 0) {
+        compute_item(shared, keys, values, arguments);
         __syncthreads();  // before the next item writes to shared memory
+        keep(shared.item, shared.next[threadIdx.x / WARP]);
     }
 }

@@ -1,12 +1,20 @@
 // From the QKV projection to attention: adds the bias, rotates q and k, writes k and v into the pool.
 //
 // qkv [T, H + 2G, HEAD_DIM]: q's heads, k's, v's. A rotary pair is two neighbouring elements; rotary [P, HEAD_DIM / 2]
-// holds (cos, sin). A position below 0 is padding.
+// holds (cos, sin). Each product of a rotation is rounded, as in plain fp32 arithmetic. A position below 0 is padding.
 #include "common.cuh"
 #include "kv_write.cuh"
-#include "rope.cuh"
 
 constexpr int LANES = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32;  // threads of one head: 8 elements each
+
+__device__ __forceinline__ void rotate(float (&x)[8], const float (&turns)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+        const float a = x[i], b = x[i + 1], cos = turns[i], sin = turns[i + 1];
+        x[i] = __fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin));
+        x[i + 1] = __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos));
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(256) rope_and_write(
     const Activation *qkv, const Activation *bias, const float *rotary, const int *positions, const int *sequences,

@@ -18,7 +18,6 @@ from coldblock.kernels.decode_attention import (
     DecodeSplits,
     choose_cut,
     paged_decode,
-    paged_decode_fresh,
     paged_decode_reference,
     plan_parts,
 )
@@ -121,7 +120,7 @@ def make_splits(case: Case, cut: Cut | None = None, deterministic: bool = False)
     if cut is None:
         plan = splits.plan_for(lengths)
     else:
-        plan = plan_parts(lengths, cut)
+        plan = plan_parts(lengths, cut, splits.groups, splits.blocks)
         slots = int(plan[0]) * splits.groups
         splits = dataclasses.replace(
             splits,
@@ -161,17 +160,18 @@ def assert_close(out: Tensor, reference: Tensor, dtype: torch.dtype, kv_format: 
 BATCHES = [[0], [1], [100] * 256, [8192] * 32, [32768], [5, 0, 9000, 77], [128] * 300 + [32768], [0] * 8, [1024] * 256]
 
 
-def parts_of(lengths: list[int], cut: Cut) -> np.ndarray:
-    """The plan's parts [parts, 6]: sequence, number, of how many, how many before the sequence's, begin, end."""
-    plan = plan_parts(np.array(lengths, np.int32), cut)
-    assert plan.dtype == np.int32 and len(plan) == 6 * (1 + plan[0])
-    return plan.reshape(-1, 6)[1:]
+def parts_of(lengths: list[int], cut: Cut, blocks: int = 1) -> tuple[np.ndarray, bool]:
+    """The plan's parts [parts, 6]: sequence, number, of how many, how many before the sequence's, begin, end; and
+    whether blocks claim items. Of two groups."""
+    plan = plan_parts(np.array(lengths, np.int32), cut, 2, blocks)
+    assert plan.dtype == np.int32 and len(plan) == 6 * (1 + plan[0]) and plan[1] in (0, 1) and not plan[2:6].any()
+    return plan.reshape(-1, 6)[1:], bool(plan[1])
 
 
 @pytest.mark.parametrize("cut", [None, Cut(512, 512), Cut(1024, 256), Cut(768, 16)], ids=str)
 @pytest.mark.parametrize("lengths", BATCHES, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
 def test_parts_are_a_sequence_one_after_the_other(lengths: list[int], cut: Cut | None) -> None:
-    parts = parts_of(lengths, cut or choose_cut(np.array(lengths), 2, 396, 192))
+    parts, _ = parts_of(lengths, cut or choose_cut(np.array(lengths), 2, 396, 192))
     slots = parts[:, 3] + parts[:, 1]
     assert sorted(slots) == list(range(len(parts)))
     inside = parts[np.argsort(slots)]
@@ -189,13 +189,13 @@ def test_parts_are_a_sequence_one_after_the_other(lengths: list[int], cut: Cut |
 @pytest.mark.parametrize("blocks", [16, 132, 396])
 @pytest.mark.parametrize("lengths", BATCHES, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
 def test_the_chosen_parts_fit_the_workspace(lengths: list[int], blocks: int) -> None:
-    parts = parts_of(lengths, choose_cut(np.array(lengths), 2, blocks, 256))
+    parts, _ = parts_of(lengths, choose_cut(np.array(lengths), 2, blocks, 256))
     assert len(parts) <= len(lengths) + decode_attention._EXTRA_WAVES * blocks // 2
 
 
 def test_what_would_leave_blocks_idle_is_cut() -> None:
     def counts(lengths: list[int]) -> list[int]:
-        parts = parts_of(lengths, choose_cut(np.array(lengths), 2, 264, 192))
+        parts, _ = parts_of(lengths, choose_cut(np.array(lengths), 2, 264, 192))
         return np.bincount(parts[:, 0]).tolist()
 
     assert counts([100]) == [1]
@@ -205,29 +205,45 @@ def test_what_would_leave_blocks_idle_is_cut() -> None:
     assert counts([128] * 300 + [32768])[-1] > 8
 
 
-def end_of(sizes: list[float], speeds: list[float]) -> float:
-    """When the last block ends, if each begins with one item and takes the next when it has ended."""
-    ends = [(0.0, speed) for speed in speeds]
+def end_of(sizes: list[float], blocks: int, claims: bool) -> float:
+    """When the last block ends, if an item takes as long as it has tokens."""
+    if not claims:
+        return max(sum(sizes[block::blocks]) for block in range(min(blocks, len(sizes))))
+    ends = [0.0] * blocks
     for size in sizes:
-        end, speed = heapq.heappop(ends)
-        heapq.heappush(ends, (end + size / speed, speed))
-    return max(end for end, _ in ends)
+        heapq.heapreplace(ends, ends[0] + size)
+    return max(ends)
 
 
-@pytest.mark.parametrize("length", [8192, 8193, 8208, 8256, 8300, 8320, 8400])
-@pytest.mark.parametrize(("blocks", "round_tokens"), [(132, 256), (264, 192)])
-def test_blocks_end_together(blocks: int, round_tokens: int, length: int) -> None:
-    """Also where a tenth of the blocks is slower by an eighth."""
-    lengths = [length] * 31 + [length - 77]
-    parts = parts_of(lengths, choose_cut(np.array(lengths), 2, blocks, round_tokens))
+@pytest.mark.parametrize(
+    "lengths",
+    [[length] * 31 + [length - 77] for length in (8192, 8193, 8208, 8256, 8300, 8320, 8400)]
+    + [[100, 8192, 500, 3000] * 16, list(range(40, 8192, 256)), [8192] * 24, [3000] * 80],
+    ids=lambda lengths: f"{len(lengths)}x{lengths[0]}to{max(lengths)}",
+)
+@pytest.mark.parametrize(("blocks", "round_tokens"), [(132, 256), (264, 128), (264, 192)])
+def test_blocks_end_together(blocks: int, round_tokens: int, lengths: list[int]) -> None:
+    parts, claims = parts_of(lengths, choose_cut(np.array(lengths), 2, blocks, round_tokens), blocks)
     sizes = np.repeat(parts[:, 5] - parts[:, 4], 2).tolist()
-    for slow in (0, blocks // 10):
-        speeds = [7 / 8] * slow + [1.0] * (blocks - slow)
-        assert end_of(sizes, speeds) <= 1.08 * sum(sizes) / sum(speeds)
+    assert end_of(sizes, blocks, claims) <= 1.3 * sum(sizes) / blocks
+
+
+@pytest.mark.parametrize("blocks", [132, 264])
+def test_sequences_that_fill_all_blocks_at_once_are_cut_no_further(blocks: int) -> None:
+    for length in (8192, 8193, 8320):
+        parts, claims = parts_of([length] * 32, choose_cut(np.array([length] * 32), 2, blocks, 192), blocks)
+        assert len(parts) * 2 == blocks // 64 * 64 and not claims
+
+
+def test_items_are_claimed_where_they_are_unequal() -> None:
+    assert not parts_of([128] * 256, Cut(128, 128), 132)[1]
+    assert not parts_of([8192] * 32, Cut(4096, 4096), 132)[1]
+    assert not parts_of([100, 8192] * 16, Cut(8192, 8192), 132)[1]  # a block an item
+    assert parts_of([100, 8192, 500, 3000] * 16, Cut(2560, 256), 132)[1]
 
 
 def test_plan_with_fixed_parts_depends_on_the_sequence_alone() -> None:
-    parts = parts_of([0, 512, 513, 1200], Cut(DETERMINISTIC_SPLIT, DETERMINISTIC_SPLIT))
+    parts, _ = parts_of([0, 512, 513, 1200], Cut(DETERMINISTIC_SPLIT, DETERMINISTIC_SPLIT))
     assert parts.tolist() == [
         [1, 0, 1, 1, 0, 512],
         [2, 0, 2, 2, 0, 512],
@@ -396,6 +412,22 @@ def test_runs_are_equal(cut: Cut | None) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("cut", [Cut(48, 48), Cut(512, 16), Cut(1024, 128)], ids=str)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_items_that_are_claimed_or_not_have_the_same_result(kv_format: str, cut: Cut) -> None:
+    """More items than blocks, in either way at any time."""
+    case = make_case(kv_format, lengths=[5000, 0, 3000, 77, 1] * 24)
+    splits = make_splits(case, cut)
+    assert int(splits.plan[0]) * splits.groups > splits.blocks
+    results = []
+    for claims in (0, 1, 1, 0, 1):
+        splits.plan[1] = claims
+        results.append(run(case, splits))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert_close(results[0], case.reference(), FP16, kv_format)
+
+
+@gpu
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_rows_that_are_neighbours_are_read_after_they_are_written(kv_format: str) -> None:
     """Rows are the last tokens of sequences; the kernel in front of attention writes them, over NaN."""
@@ -419,93 +451,6 @@ def test_rows_that_are_neighbours_are_read_after_they_are_written(kv_format: str
         paged_decode(rows.q, rows.pages, rows.layer, rows.block_tables, rows.context_lens, splits, out)
         torch.cuda.synchronize()
         assert_close(out, rows.reference(), FP16, kv_format)
-
-
-def rope_then_decode(
-    case: Case, qkv: Tensor, bias: Tensor | None, rotary: Tensor, splits: DecodeSplits, out: Tensor
-) -> None:
-    rows = torch.arange(len(qkv), dtype=torch.int32, device="cuda")
-    positions = case.context_lens - 1
-    arguments = (rotary, positions, rows, case.block_tables, case.pages, case.layer, case.q.shape[1], case.q)
-    rope_and_write(qkv, bias, *arguments)
-    paged_decode(case.q, case.pages, case.layer, case.block_tables, case.context_lens, splits, out)
-
-
-@gpu
-@pytest.mark.parametrize(
-    ("kv_format", "dtype", "head_dim", "heads", "has_bias"),
-    [
-        *((kv_format, FP16, head_dim, (16, 2), True) for kv_format in FORMATS for head_dim in HEAD_DIMS),
-        *((kv_format, BF16, 128, (9, 3), False) for kv_format in FORMATS),
-        *((kv_format, FP16, 128, heads, False) for kv_format in ("fp16", "int8") for heads in ((24, 2), (17, 1))),
-    ],
-    ids=str,
-)
-def test_fresh_equals_rope_and_write_then_decode(
-    kv_format: str, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], has_bias: bool
-) -> None:
-    """Output and every byte of the pool; the new tokens lie over NaN."""
-    lengths = [0, 1, 16, 17, 700, 0, 4097, 33, 32]
-    case = make_case(kv_format, head_dim, *heads, lengths=lengths, dtype=dtype)
-    width = (heads[0] + 2 * heads[1]) * head_dim
-    qkv = torch.randn(len(lengths), width, device="cuda").to(dtype)
-    bias = torch.randn(width, device="cuda").to(dtype) if has_bias else None
-    rotary = torch.randn(5000, head_dim // 2, 2, device="cuda")
-    for row, length in enumerate(lengths):
-        if length:
-            case.token(row, length - 1).fill_(0xFF)
-    before = case.pages.pool.clone()
-    splits = make_splits(case, Cut(512, 64))
-    expected, out = (torch.full_like(case.q, float("nan")).flatten(1) for _ in range(2))
-    rope_then_decode(case, qkv, bias, rotary, splits, expected)
-    torch.cuda.synchronize()
-    written = case.pages.pool.clone()
-    assert not torch.equal(written, before) and expected.isfinite().all()
-    for _ in range(5):
-        case.pages.pool.copy_(before)
-        torch.cuda.synchronize()
-        paged_decode_fresh(qkv, bias, rotary, case.pages, case.layer, case.block_tables, case.context_lens, splits, out)
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
-        assert torch.equal(case.pages.pool, written)
-
-
-@gpu
-@pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8_e4m3"])
-def test_fresh_in_a_graph(kv_format: str) -> None:
-    """A step of several layers: one row after the other gets longer, and what a layer reads is what the last wrote."""
-    case = make_case(kv_format, lengths=[5000, 1000, 3000, 1])
-    case.planes()[:, 0] = case.planes()[:, 1]
-    layers = [dataclasses.replace(case, layer=layer) for layer in (0, 1)]
-    qkv = torch.randn(4, 20 * 128, device="cuda").half()
-    rotary = torch.randn(5000, 64, 2, device="cuda")
-    splits, out = make_splits(case), torch.zeros(4, 2048, device="cuda", dtype=FP16)
-    arguments = (case.block_tables, case.context_lens, splits, out)
-
-    def step() -> None:
-        for layer in layers:
-            paged_decode_fresh(qkv, None, rotary, layer.pages, layer.layer, *arguments)
-            qkv[:, :2048] = out  # the next layer depends on this one
-
-    first = qkv.clone()
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for lengths in ([5000, 1000, 3000, 1], [4999, 17, 2999, 0], [4097, 1, 1, 1]):
-        plan = splits.plan_for(np.array(lengths))
-        splits.plan[: len(plan)] = torch.from_numpy(plan).cuda()
-        case.context_lens.copy_(torch.tensor(lengths))
-        results = []
-        for run_step in (step, graph.replay):
-            qkv.copy_(first)
-            torch.cuda.synchronize()
-            run_step()
-            torch.cuda.synchronize()
-            results.append((out.clone(), case.pages.pool.clone()))
-        assert torch.equal(results[0][0], results[1][0]) and results[0][0].isfinite().all()
-        assert torch.equal(results[0][1], results[1][1]) and not splits.counters.any()
 
 
 @gpu

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -263,6 +265,39 @@ def test_pages_of_an_unknown_kind_are_refused() -> None:
         KVPages(pool, "fp16", 16, 1, -1, 64)
     with pytest.raises(KernelArgumentError, match="pool has shape"):
         KVPages(pool, "int8", 16, 1, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("kibibytes", "blocks", "static", "percent"),
+    [(228, 1, 35024, 16), (228, 2, 35024, 31), (100, 1, 35024, 36), (100, 3, 35024, 100)],
+)
+def test_what_blocks_do_not_need_is_left_to_the_l1_cache(
+    monkeypatch: pytest.MonkeyPatch, kibibytes: int, blocks: int, static: int, percent: int
+) -> None:
+    class Kernel:
+        attributes: ClassVar = {"shared_size_bytes": static}
+        asked: ClassVar[list[int]] = []
+
+        def __setattr__(self, name: str, value: int) -> None:
+            assert name == "preferred_shared_memory_carveout"
+            self.asked.append(value)
+
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=kibibytes << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    function = object.__new__(loader.Function)
+    function._kernel, function._device, function._resident_blocks = Kernel(), 0, 0
+    for _ in range(3):
+        function.prefer_l1(blocks)
+    assert Kernel.asked == [percent]
+    assert percent == 100 or percent * (kibibytes << 10) >= 100 * blocks * (static + 1024)
+
+
+@pytest.mark.gpu
+def test_the_driver_takes_the_division_of_memory() -> None:
+    function = loader.Function("silu_multiply", {"ACTIVATION_BF16": 0})
+    function.prefer_l1(4)
+    share = function.attribute("preferred_shared_memory_carveout")
+    assert 1 <= share <= 10
 
 
 @pytest.mark.gpu

@@ -54,6 +54,9 @@ class Recorder:
         self.launches[source] += 1
         return self
 
+    def prefer_l1(self, resident_blocks: int) -> None:
+        assert resident_blocks > 0
+
     def launch(
         self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
