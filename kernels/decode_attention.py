@@ -45,7 +45,7 @@ _EXTRA_WAVES = 6  # items that splitting may add, in grids
 _FULL_WAVE = 0.9  # of what all blocks could read while one reads a part: good enough to look no further
 # What an item, a claim, and a level of the tree that merges parts cost besides reading: in tokens that a block could
 # read. Fitted on an H200, where a block reads 60 in a microsecond if all do.
-_ITEM_COST, _CLAIM_COST, _MERGE_COST = 96, 64, 192
+_ITEM_COST, _CLAIM_COST, _MERGE_COST = 128, 16, 100
 _ALONE = 0.6  # what reading a part takes where most blocks are idle
 _FAN = 16  # parts that a node of that tree merges
 _PARTS_OF_LEVELS = (1, _FAN, _FAN**2)  # more need another level
@@ -192,34 +192,30 @@ def _cheapest_cut(
     context_lens: np.ndarray, groups: int, blocks: int, round_tokens: int, longest: int, total: int
 ) -> Cut:
     share = total / blocks
-    numbers = (1, 2, _FAN, *(math.ceil(waves * longest / share) for waves in (0.5, 1, 1.5, 2, 3)))
+    numbers = (1, 2, _FAN, *(math.ceil(waves * longest / share) for waves in (0.5, 0.7, 0.9, 1, 2)))
     cuts = [(long, long) for long in {max(_round_up(longest / min(n, _MOST_PARTS)), _SHORTEST) for n in numbers}]
     rounds = int(share / round_tokens)
     if rounds > _FEWEST_ROUNDS:
-        short = max(round_tokens, _SHORTEST)
-        cuts += [(max(rounds - fewer, _FEWEST_ROUNDS) * round_tokens, short) for fewer in (0, 1, 3)]
+        cuts += [((rounds - fewer) * round_tokens, max(round_tokens, _SHORTEST)) for fewer in (0, 1)]
     long, short = np.array(cuts, float).T[:, :, None]
     in_longs = np.maximum(context_lens, 1) / long
     longs = np.floor(in_longs)
     counts = longs + np.ceil((in_longs - longs) * (long / short * 0.999999))  # a whole number of short ones stays that
     items, long_items = (counts.sum(axis=1) * groups).tolist(), (longs.sum(axis=1) * groups).tolist()
     most_parts, most_items = counts.max(axis=1).tolist(), len(context_lens) * groups + _EXTRA_WAVES * blocks
-    costs = [
-        _cost(*cuts[i], share, items[i] / blocks, long_items[i] / blocks, most_parts[i])
-        if items[i] <= most_items
-        else math.inf
-        for i in range(len(cuts))
-    ]
-    return Cut(*cuts[costs.index(min(costs))])
+    fitting = [i for i in range(len(cuts)) if items[i] <= most_items]
+    costs = [_cost(*cuts[i], share, items[i] / blocks, long_items[i] / blocks, most_parts[i]) for i in fitting]
+    return Cut(*cuts[fitting[costs.index(min(costs))]])
 
 
 def _cost(long: int, short: int, share: float, waves: float, long_waves: float, most_parts: float) -> float:
     """When the last block ends, in tokens that one reads until then. `share` are a block's tokens if all have as many,
     `waves` and `long_waves` its items and its long ones, `most_parts` those of the longest sequence."""
-    claimed = max(share + waves * (_ITEM_COST + _CLAIM_COST), math.ceil(long_waves) * (long + _ITEM_COST)) + short / 2
+    claimed = max(share + waves * (_ITEM_COST + _CLAIM_COST), math.ceil(long_waves) * (long + _ITEM_COST))
+    claimed += (share - long_waves * long) / max(waves - long_waves, 1e-9) / 4
     if long == short:  # wave by wave; the last one is faster if it leaves blocks idle
         whole = math.ceil(waves) - 1
-        in_turn = whole * (long + _ITEM_COST) + min(max(waves - whole + 0.15, _ALONE), 1) * long + _ITEM_COST
+        in_turn = whole * (long + _ITEM_COST) + min(max(waves - whole + 0.05, _ALONE), 1) * long + _ITEM_COST
         claimed = min(claimed, in_turn)
     levels = sum(most_parts > parts for parts in _PARTS_OF_LEVELS)
     return claimed + levels * _MERGE_COST
@@ -280,8 +276,6 @@ def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -
         warps, blocks, tiles = 4, 2, 1
     elif kv_format in ("fp16", "bf16") or head_tiles > 1:
         warps, blocks, tiles = 8, 1, 2
-    elif kv_format == "int8":
-        warps, blocks, tiles = 8, 2, 1
     else:
         warps, blocks, tiles = 6, 2, 2
     return {

