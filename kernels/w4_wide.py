@@ -103,16 +103,16 @@ _Table = tuple[tuple[int, Tiling], ...]
 _LARGEST = Tiling(2, 256, 1, 2, 1, 1)
 _MANY_ROWS, _LONG_K, _SHORT_K = 8192, 8192, 1024
 _TALL: _Table = (
-    (16, Tiling(1, 16, 1, 1, 3, 2, stage_units=4, most_stages=3)),
-    (32, Tiling(1, 32, 1, 1, 3, 4)),
-    (64, Tiling(1, 64, 1, 1, 3, 4)),
+    (16, Tiling(1, 16, 1, 1, 3, 4, stage_units=4, most_stages=3)),
+    (32, Tiling(3, 32, 1, 1, 1, 2, most_stages=4)),
+    (64, Tiling(3, 64, 1, 1, 1, 4, most_stages=4)),
     (96, Tiling(3, 96, 1, 1, 1, 4)),
     (128, Tiling(3, 128, 1, 1, 1, 4)),
     (192, Tiling(3, 96, 1, 1, 1, 4)),
     (384, Tiling(3, 128, 1, 1, 1, 4)),
 )
 _LONG: _Table = (
-    (16, Tiling(1, 16, 8, 1, 3, 2)),
+    (16, Tiling(1, 16, 8, 1, 3, 2, stage_units=4, most_stages=3)),
     (32, Tiling(1, 32, 8, 1, 3, 4)),
     (64, Tiling(1, 64, 8, 1, 3, 4)),
     (96, Tiling(1, 96, 4, 1, 2, 4)),

@@ -91,8 +91,12 @@ __device__ __forceinline__ void prefetch_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// All threads of the cluster meet: what was written before one's arrival is seen after another's wait.
+// All threads of the cluster meet: what was written before one's arrival is seen after another's wait. A relaxed arrival
+// shows nothing of its own, but what fence_barrier_init has shown; the other one waits for all writes, which takes long.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // 16 bytes from the same place in block `rank`'s shared memory.

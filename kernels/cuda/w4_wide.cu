@@ -16,7 +16,7 @@
 #include "wgmma.cuh"
 
 constexpr int STEPS = STAGE_UNITS * UNIT_WORDS;  // of 16 k, in a piece
-constexpr int BATCHES = TILE_M < 256 ? STEPS / BATCH : 2;  // that have registers; the sums of 256 rows leave few
+constexpr int BATCHES = TILE_M < 256 ? STEPS / BATCH : 2;  // that have registers for their weights; 256 rows leave few
 
 constexpr int TILE_N = 64 * WARPGROUPS;
 constexpr int TILE_UNITS = TILE_N / UNIT_ROWS;
@@ -47,7 +47,7 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = RING_BYTES + (SENT ? EXCHANGE_BYTES + STAGING_BYTES : 0);
 
 static_assert(SENT || EXCHANGE_BYTES + STAGING_BYTES <= RING_BYTES, "results are staged in the ring");
-static_assert(STEPS % BATCH == 0, "a piece is divided into batches");
+static_assert(STEPS % (2 * BATCH) == 0, "a piece is divided into batches, at least two");
 static_assert(FRAGMENTS % MULTICAST == 0 && FRAGMENTS % ROW_SHARES == 0 && SPLITS % ROW_SHARES == 0, "TILE_M is divided in eights");
 static_assert(SENT || COLUMN_SHARES == 1, "what is fetched is a share of the rows");
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void open_barriers(const Ring &ring) {
 __device__ __forceinline__ void blocks_meet() {
     if constexpr (CLUSTER > 1) {
         __syncwarp();
-        cluster_arrive();
+        cluster_arrive_relaxed();
         cluster_wait();
     } else __syncthreads();
 }
@@ -217,20 +217,21 @@ __device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int
         for (int first = 0; first < STEPS; first += BATCH) {
             if (first % UNIT_WORDS == 0) codes = read_16_bytes(codes_at + offset + first / UNIT_WORDS * UNIT_BYTES);
             const uint32 words[UNIT_WORDS] = {codes.x, codes.y, codes.z, codes.w};
-            wgmma_wait<BATCHES - 1>();
-            // The stage before has been read. Nobody waits for the last ones, and the neighbours may be gone by then.
-            if (first + BATCH == BATCHES * BATCH && step >= 1 && step - 1 + STAGES < tile.pieces && lane < MULTICAST)
-                barrier_arrive(previous_empty, tile.split * MULTICAST + lane);
 #pragma unroll
             for (int i = first; i < first + BATCH; i++)
                 convert(words[i % UNIT_WORDS], scales[i * STAGE_GROUPS / STEPS], a[i % (BATCHES * BATCH)]);
             wgmma_begin();
+            wgmma_wait<BATCHES - 2>();
+            // The stage before has been read. Nobody waits for the last ones, and the neighbours may be gone by then.
+            if (first == (BATCHES - 2) * BATCH && step >= 1 && step - 1 + STAGES < tile.pieces && lane < MULTICAST)
+                barrier_arrive(previous_empty, tile.split * MULTICAST + lane);
 #pragma unroll
             for (int i = first; i < first + BATCH; i++) {
                 const uint64 b = x & 0xffffffff00000000ull | x_low + (i / UNIT_WORDS * X_BYTES + i % UNIT_WORDS * 32) / 16;
                 wgmma(d, a[i % (BATCHES * BATCH)], b, step + i > 0);
             }
             wgmma_commit();
+            wgmma_begin();  // keeps the compiler from converting the next weights between these wgmma
         }
         previous_empty = place.in(ring.empty, 8);
     }
@@ -349,6 +350,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     let_next_kernel_start();
     if (threadIdx.x == CONSUMERS) {
+        prefetch_map(operands.codes);
+        prefetch_map(operands.scales);
         prefetch_map(operands.x);
         open_barriers(ring);
         fetch_first_weights(operands, tile, ring);
@@ -373,7 +376,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     else add_splits(sum, [&](int, int j) { return fragment(d, j); });
     Activation *staging = reinterpret_cast<Activation *>(results + EXCHANGE_BYTES);
     if (threadIdx.x < SHARE_THREADS) stage_results(sum, upper_bias, lower_bias, staging, warp, lane);
-    if constexpr (SPLITS > 1 && !SENT) cluster_arrive();  // the others' sums have been read
+    if constexpr (SPLITS > 1 && !SENT) cluster_arrive_relaxed();  // the others' sums have been read
     consumers_meet();
     store_results(staging, share, out, rows, SILU ? columns / 2 : columns);
     if constexpr (SPLITS > 1 && !SENT) cluster_wait();
