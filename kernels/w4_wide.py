@@ -178,12 +178,13 @@ def w4_wide_linear(
     if bias is not None:
         check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
     if x.shape[0]:
-        _launch(_tiling(matrix, x.shape[0]), x, matrix, out, bias, silu)
+        _launch(tiling_of(matrix.n, matrix.k, x.shape[0]), x, matrix, out, bias, silu)
 
 
-def _tiling(matrix: W4Matrix, m: int) -> Tiling:
-    table = _LONG if matrix.k >= _LONG_K else _SMALL
-    if matrix.n >= _MANY_ROWS or matrix.k < _SHORT_K:  # a short K has no pieces for all splits
+def tiling_of(n: int, k: int, m: int) -> Tiling:
+    """How the product of m rows of x and a matrix [n, k] is divided."""
+    table = _LONG if k >= _LONG_K else _SMALL
+    if n >= _MANY_ROWS or k < _SHORT_K:  # a short K has no pieces for all splits
         table = _TALL
     return next((tiling for most, tiling in table if m <= most), _LARGEST)
 
