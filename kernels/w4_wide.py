@@ -98,13 +98,14 @@ class Tiling:
 
 
 # Up to how many rows of x which tiling, by the shape of W: enough rows for every multiprocessor of a large GPU; few and
-# a long K; few and a short K. From measurements of the linears of a 3B model on an H200.
+# a long K; few and a short K. From measurements of the linears of a 3B model on an H200. A ring of few stages leaves room
+# for the blocks of the kernel in front or behind.
 _Table = tuple[tuple[int, Tiling], ...]
 _LARGEST = Tiling(2, 256, 1, 2, 1, 1)
 _MANY_ROWS, _LONG_K, _SHORT_K = 8192, 8192, 1024
 _TALL: _Table = (
     (16, Tiling(1, 16, 1, 1, 3, 4, stage_units=4, most_stages=3)),
-    (32, Tiling(3, 32, 1, 1, 1, 2, most_stages=4)),
+    (32, Tiling(3, 32, 1, 1, 1, 4, most_stages=4)),
     (64, Tiling(3, 64, 1, 1, 1, 4, most_stages=4)),
     (96, Tiling(3, 96, 1, 1, 1, 4)),
     (128, Tiling(3, 128, 1, 1, 1, 4)),
@@ -112,7 +113,7 @@ _TALL: _Table = (
     (384, Tiling(3, 128, 1, 1, 1, 4)),
 )
 _LONG: _Table = (
-    (16, Tiling(1, 16, 8, 1, 3, 2, stage_units=4, most_stages=3)),
+    (16, Tiling(1, 16, 8, 1, 3, 4, stage_units=4, most_stages=3)),
     (32, Tiling(1, 32, 8, 1, 3, 4)),
     (64, Tiling(1, 64, 8, 1, 3, 4)),
     (96, Tiling(1, 96, 4, 1, 2, 4)),
@@ -123,7 +124,7 @@ _LONG: _Table = (
     (1024, Tiling(2, 128, 1, 2, 1, 4)),
 )
 _SMALL: _Table = (
-    (16, Tiling(1, 16, 8, 1, 3, 2, most_stages=2)),
+    (16, Tiling(1, 16, 4, 1, 2, 4)),
     (32, Tiling(1, 32, 4, 1, 2, 4)),
     (64, Tiling(1, 64, 4, 1, 2, 4)),
     (96, Tiling(1, 96, 4, 1, 2, 4)),
