@@ -98,8 +98,8 @@ class Tiling:
 
 
 # Up to how many rows of x which tiling, by the shape of W: enough rows for every multiprocessor of a large GPU; few and
-# a long K; few and a short K. From measurements of the linears of a 3B model on an H200. A ring of few stages leaves room
-# for the blocks of the kernel in front or behind.
+# a long K; few and a short K. From measurements of the linears of a 3B model on an H200. A ring of few stages leaves
+# room for blocks of the kernels in front and behind.
 _Table = tuple[tuple[int, Tiling], ...]
 _LARGEST = Tiling(2, 256, 1, 2, 1, 1)
 _MANY_ROWS, _LONG_K, _SHORT_K = 8192, 8192, 1024

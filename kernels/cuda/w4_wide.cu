@@ -1,12 +1,12 @@
 // out [M, N] = x [M, K] W^T (+ bias) for four-bit weights W [N, K] and many rows of x, on SM90a.
 //
 // A tile of TILE_N rows of W and TILE_M rows of x is the product D[n, m] = W x^T: the weights are the operand that wgmma
-// takes from registers, where the packed layout (w4.cuh) already has its order. Pieces of STAGE_UNITS * 64 k go through a
-// ring of STAGES stages, which a warp of its own fills; each of WARPGROUPS warpgroups turns codes of 64 rows into weights and
-// multiplies.
+// takes from registers, where the packed layout (w4.cuh) already has its order. Pieces of STAGE_UNITS * 64 k go through
+// a ring of STAGES stages, which a warp of its own fills; each of WARPGROUPS warpgroups turns codes of 64 rows into
+// weights and multiplies.
 //
-// A cluster is MULTICAST tiles that are neighbours in N, which share what they fetch of x, times SPLITS parts of K, whose
-// sums are added in the order of K. The result of a row of x depends on SPLITS, not on the other rows.
+// A cluster is MULTICAST tiles that are neighbours in N, which share what they fetch of x, times SPLITS parts of K,
+// whose sums are added in the order of K. The result of a row of x depends on SPLITS, not on the other rows.
 //
 // Macros: ACTIVATION_BF16; SILU (rows of W are gate and up in turns of 8, out [M, N/2] = silu(gate) * up); STAGE_UNITS;
 // STAGE_GROUPS (groups in a piece, at least 1); WARPGROUPS, TILE_M, SPLITS, MULTICAST, STAGES; BATCH, the steps of 16 k
@@ -39,7 +39,7 @@ constexpr int OUT_ROWS = 8 * OUT_FRAGMENTS;
 constexpr int OUT_COLUMNS = (SILU ? TILE_N / 2 : TILE_N) / COLUMN_SHARES;
 constexpr int STAGING_STRIDE = OUT_COLUMNS + 8;  // 16 bytes more, against bank conflicts
 
-// The sums of few rows are sent to a place of their own behind the ring. Those of many are left in the ring and fetched.
+// The sums of few rows are sent to a place of their own behind the ring; those of many are left in the ring and fetched.
 constexpr bool SENT = SPLITS > 1 && TILE_M <= 32;
 constexpr int EXCHANGE_BYTES = SPLITS > 1 ? TILE_M * TILE_N * 4 : 0;
 constexpr int STAGING_BYTES = OUT_ROWS * STAGING_STRIDE * 2;
@@ -48,7 +48,8 @@ constexpr int BARRIERS_AT = RING_BYTES + (SENT ? EXCHANGE_BYTES + STAGING_BYTES 
 
 static_assert(SENT || EXCHANGE_BYTES + STAGING_BYTES <= RING_BYTES, "results are staged in the ring");
 static_assert(STEPS % (2 * BATCH) == 0, "a piece is divided into batches, at least two");
-static_assert(FRAGMENTS % MULTICAST == 0 && FRAGMENTS % ROW_SHARES == 0 && SPLITS % ROW_SHARES == 0, "TILE_M is divided in eights");
+static_assert(FRAGMENTS % MULTICAST == 0 && FRAGMENTS % ROW_SHARES == 0 && SPLITS % ROW_SHARES == 0,
+              "TILE_M is divided in eights");
 static_assert(SENT || COLUMN_SHARES == 1, "what is fetched is a share of the rows");
 
 struct Operands {
@@ -72,7 +73,8 @@ struct Ring {
     uint32 full;   // barriers: a piece is there
     uint32 empty;  // barriers: all warps that read it have done so, in all blocks that share x
 
-    __device__ __forceinline__ uint32 gathered() const { return empty + STAGES * 8; }  // barrier: all sums have been sent
+    // The barrier of the sums that are sent.
+    __device__ __forceinline__ uint32 gathered() const { return empty + STAGES * 8; }
 };
 
 // A stage and the parity of its current use.
