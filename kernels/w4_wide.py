@@ -98,21 +98,22 @@ class Tiling:
 
 
 # Up to how many rows of x which tiling, by the shape of W: enough rows for every multiprocessor of a large GPU; few and
-# a long K; few and a short K. From measurements of the linears of a 3B model on an H200.
+# a long K; few and a short K. From measurements of the linears of a 3B model on an H200. A ring of few stages leaves
+# room for blocks of the kernels in front and behind.
 _Table = tuple[tuple[int, Tiling], ...]
 _LARGEST = Tiling(2, 256, 1, 2, 1, 1)
 _MANY_ROWS, _LONG_K, _SHORT_K = 8192, 8192, 1024
 _TALL: _Table = (
-    (16, Tiling(1, 16, 1, 1, 3, 2, stage_units=4, most_stages=3)),
-    (32, Tiling(1, 32, 1, 1, 3, 4)),
-    (64, Tiling(1, 64, 1, 1, 3, 4)),
+    (16, Tiling(1, 16, 1, 1, 3, 4, stage_units=4, most_stages=3)),
+    (32, Tiling(3, 32, 1, 1, 1, 4, most_stages=4)),
+    (64, Tiling(3, 64, 1, 1, 1, 4, most_stages=4)),
     (96, Tiling(3, 96, 1, 1, 1, 4)),
     (128, Tiling(3, 128, 1, 1, 1, 4)),
     (192, Tiling(3, 96, 1, 1, 1, 4)),
     (384, Tiling(3, 128, 1, 1, 1, 4)),
 )
 _LONG: _Table = (
-    (16, Tiling(1, 16, 8, 1, 3, 2)),
+    (16, Tiling(1, 16, 8, 1, 3, 4, stage_units=4, most_stages=3)),
     (32, Tiling(1, 32, 8, 1, 3, 4)),
     (64, Tiling(1, 64, 8, 1, 3, 4)),
     (96, Tiling(1, 96, 4, 1, 2, 4)),
@@ -123,7 +124,7 @@ _LONG: _Table = (
     (1024, Tiling(2, 128, 1, 2, 1, 4)),
 )
 _SMALL: _Table = (
-    (16, Tiling(1, 16, 8, 1, 3, 2, most_stages=2)),
+    (16, Tiling(1, 16, 4, 1, 2, 4)),
     (32, Tiling(1, 32, 4, 1, 2, 4)),
     (64, Tiling(1, 64, 4, 1, 2, 4)),
     (96, Tiling(1, 96, 4, 1, 2, 4)),
@@ -181,12 +182,14 @@ def w4_wide_linear(
     if bias is not None:
         check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
     if x.shape[0]:
-        _launch(_tiling(matrix, x.shape[0]), x, matrix, out, bias, {"SILU": int(silu), "ADD": int(add)})
+        epilogue = {"SILU": int(silu), "ADD": int(add)}
+        _launch(tiling_of(matrix.n, matrix.k, x.shape[0]), x, matrix, out, bias, epilogue)
 
 
-def _tiling(matrix: W4Matrix, m: int) -> Tiling:
-    table = _LONG if matrix.k >= _LONG_K else _SMALL
-    if matrix.n >= _MANY_ROWS or matrix.k < _SHORT_K:  # a short K has no pieces for all splits
+def tiling_of(n: int, k: int, m: int) -> Tiling:
+    """How the product of m rows of x and a matrix [n, k] is divided."""
+    table = _LONG if k >= _LONG_K else _SMALL
+    if n >= _MANY_ROWS or k < _SHORT_K:  # a short K has no pieces for all splits
         table = _TALL
     return next((tiling for most, tiling in table if m <= most), _LARGEST)
 

@@ -467,13 +467,18 @@ __device__ __forceinline__ const Item &find_next(Shared &shared, const Arguments
     return shared.next[threadIdx.x / WARP];
 }
 
+__device__ __forceinline__ void load_step(Keys &keys, Values &values, const Arguments &arguments,
+                                          const Tile (&tiles)[TILES]) {
+    load_keys(keys, tiles);
+    load_values(values, tiles, value_offset(arguments));
+}
+
 // Loads a warp's first step of an item, unless there is none.
 __device__ __forceinline__ void load_first(Keys &keys, Values &values, const Arguments &arguments, const Item &item) {
     if (first_token(item) >= item.end) return;
     Tile tiles[TILES];
     find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
-    load_keys(keys, tiles);
-    load_values(values, tiles, value_offset(arguments));
+    load_step(keys, values, arguments, tiles);
 }
 
 // A warp's steps of an item, of which the first is in `keys` and `values`, or on its way there. Leaves the first of the
@@ -668,13 +673,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Item item = find_item(arguments, blockIdx.x, items);
     if (threadIdx.x == 0) shared.items = items, shared.claims = plan[1] != 0, shared.claimed = NOT_CLAIMED;
     // The previous kernel writes at most a token of each row. What it does not write is loaded before it has ended.
-    const bool early = first_token(item) + STEP <= item.end - batch;
+    const bool loads = first_token(item) < item.end, early = first_token(item) + STEP <= item.end - batch;
+    Tile tiles[TILES];
+    if (loads) find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
     Keys keys;
     Values values;
-    if (early) load_first(keys, values, arguments, item);
+    if (loads && early) load_step(keys, values, arguments, tiles);
     prefetch(arguments, item, early ? TILES : 0);
     wait_for_previous_kernel();
-    if (!early) load_first(keys, values, arguments, item);
+    if (loads && !early) load_step(keys, values, arguments, tiles);
     keep(shared.item, item);
     __syncthreads();
 #pragma unroll 1

@@ -15,8 +15,8 @@ struct alignas(64) TensorMap {
     uint64 opaque[16];
 };
 
-// Places in shared memory are given as pointers or as their 32-bit addresses, which a loop keeps in a register where
-// the compiler would make a pointer anew in every round.
+// Places in shared memory are given as pointers or as their 32-bit addresses, which a loop keeps in a register where the
+// compiler would make a pointer anew in every round.
 __device__ __forceinline__ uint32 shared_address(const void *pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
@@ -33,8 +33,7 @@ __device__ __forceinline__ void fence_barrier_init() {
 
 // Arrives once and announces bytes that copies will bring.
 template <typename Place> __device__ __forceinline__ void barrier_expect(Place barrier, uint32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
 // Arrives at the barrier at the same place in block `rank` of the cluster (which may be the own one).
@@ -72,16 +71,15 @@ template <typename Place> __device__ __forceinline__ void barrier_wait_cluster(P
 template <typename To, typename Place>
 __device__ __forceinline__ void copy_box(To to, const TensorMap &map, int column, int row, Place barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared_address(to)),
         "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
         : "memory");
 }
 
 // The same into every block of the cluster whose bit is set in `ranks`: to the same place, told to the same barrier.
 template <typename To, typename Place>
-__device__ __forceinline__ void copy_box_to_many(To to, const TensorMap &map, int column, int row, Place barrier,
-                                                 uint16 ranks) {
+__device__ __forceinline__ void copy_box_to_many(To to, const TensorMap &map, int column, int row, Place barrier, uint16 ranks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
         "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
@@ -93,9 +91,11 @@ __device__ __forceinline__ void prefetch_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// All threads of the cluster meet: what was written before one's arrival is seen after another's wait.
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+// All threads of the cluster meet: what was written before one's arrival is seen after another's wait. A relaxed arrival
+// shows nothing of its own, but what fence_barrier_init has shown; the other one waits for all writes, which takes long.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 

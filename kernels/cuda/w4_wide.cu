@@ -1,12 +1,12 @@
 // out [M, N] = x [M, K] W^T (+ bias) for four-bit weights W [N, K] and many rows of x, on SM90a.
 //
 // A tile of TILE_N rows of W and TILE_M rows of x is the product D[n, m] = W x^T: the weights are the operand that wgmma
-// takes from registers, where the packed layout (w4.cuh) already has its order. Pieces of STAGE_UNITS * 64 k go through a
-// ring of STAGES stages, which a warp of its own fills; each of WARPGROUPS warpgroups turns codes of 64 rows into weights and
-// multiplies.
+// takes from registers, where the packed layout (w4.cuh) already has its order. Pieces of STAGE_UNITS * 64 k go through
+// a ring of STAGES stages, which a warp of its own fills; each of WARPGROUPS warpgroups turns codes of 64 rows into
+// weights and multiplies.
 //
-// A cluster is MULTICAST tiles that are neighbours in N, which share what they fetch of x, times SPLITS parts of K, whose
-// sums are added in the order of K. The result of a row of x depends on SPLITS, not on the other rows.
+// A cluster is MULTICAST tiles that are neighbours in N, which share what they fetch of x, times SPLITS parts of K,
+// whose sums are added in the order of K. The result of a row of x depends on SPLITS, not on the other rows.
 //
 // Macros: ACTIVATION_BF16; SILU (rows of W are gate and up in turns of 8, out [M, N/2] = silu(gate) * up), or ADD (out
 // is fp32, and the product is added to it); STAGE_UNITS; STAGE_GROUPS (groups in a piece, at least 1); WARPGROUPS,
@@ -17,7 +17,7 @@
 #include "wgmma.cuh"
 
 constexpr int STEPS = STAGE_UNITS * UNIT_WORDS;  // of 16 k, in a piece
-constexpr int BATCHES = TILE_M < 256 ? STEPS / BATCH : 2;  // that have registers; the sums of 256 rows leave few
+constexpr int BATCHES = TILE_M < 256 ? STEPS / BATCH : 2;  // that have registers for their weights; 256 rows leave few
 
 constexpr int TILE_N = 64 * WARPGROUPS;
 constexpr int TILE_UNITS = TILE_N / UNIT_ROWS;
@@ -40,7 +40,7 @@ constexpr int OUT_ROWS = 8 * OUT_FRAGMENTS;
 constexpr int OUT_COLUMNS = (SILU ? TILE_N / 2 : TILE_N) / COLUMN_SHARES;
 constexpr int STAGING_STRIDE = OUT_COLUMNS + 8;  // 16 bytes more, against bank conflicts
 
-// The sums of few rows are sent to a place of their own behind the ring. Those of many are left in the ring and fetched.
+// The sums of few rows are sent to a place of their own behind the ring; those of many are left in the ring and fetched.
 constexpr bool SENT = SPLITS > 1 && TILE_M <= 32;
 constexpr int EXCHANGE_BYTES = SPLITS > 1 ? TILE_M * TILE_N * 4 : 0;
 constexpr int STAGING_BYTES = ADD ? 0 : OUT_ROWS * STAGING_STRIDE * 2;
@@ -48,8 +48,8 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = RING_BYTES + (SENT ? EXCHANGE_BYTES + STAGING_BYTES : 0);
 
 static_assert(SENT || EXCHANGE_BYTES + STAGING_BYTES <= RING_BYTES, "results are staged in the ring");
-static_assert(STEPS % BATCH == 0, "a piece is divided into batches");
 static_assert(!(SILU && ADD), "silu(gate) * up is not added");
+static_assert(STEPS % (2 * BATCH) == 0, "a piece is divided into batches, at least two");
 static_assert(FRAGMENTS % MULTICAST == 0 && FRAGMENTS % ROW_SHARES == 0 && SPLITS % ROW_SHARES == 0,
               "TILE_M is divided in eights");
 static_assert(SENT || COLUMN_SHARES == 1, "what is fetched is a share of the rows");
@@ -81,7 +81,8 @@ struct Ring {
     uint32 full;   // barriers: a piece is there
     uint32 empty;  // barriers: all warps that read it have done so, in all blocks that share x
 
-    __device__ __forceinline__ uint32 gathered() const { return empty + STAGES * 8; }  // barrier: all sums have been sent
+    // The barrier of the sums that are sent.
+    __device__ __forceinline__ uint32 gathered() const { return empty + STAGES * 8; }
 };
 
 // A stage and the parity of its current use.
@@ -110,7 +111,7 @@ __device__ __forceinline__ void open_barriers(const Ring &ring) {
 __device__ __forceinline__ void blocks_meet() {
     if constexpr (CLUSTER > 1) {
         __syncwarp();
-        cluster_arrive();
+        cluster_arrive_relaxed();
         cluster_wait();
     } else __syncthreads();
 }
@@ -226,20 +227,21 @@ __device__ __forceinline__ void multiply(const Tile &tile, const Ring &ring, int
         for (int first = 0; first < STEPS; first += BATCH) {
             if (first % UNIT_WORDS == 0) codes = read_16_bytes(codes_at + offset + first / UNIT_WORDS * UNIT_BYTES);
             const uint32 words[UNIT_WORDS] = {codes.x, codes.y, codes.z, codes.w};
-            wgmma_wait<BATCHES - 1>();
-            // The stage before has been read. Nobody waits for the last ones, and the neighbours may be gone by then.
-            if (first + BATCH == BATCHES * BATCH && step >= 1 && step - 1 + STAGES < tile.pieces && lane < MULTICAST)
-                barrier_arrive(previous_empty, tile.split * MULTICAST + lane);
 #pragma unroll
             for (int i = first; i < first + BATCH; i++)
                 convert(words[i % UNIT_WORDS], scales[i * STAGE_GROUPS / STEPS], a[i % (BATCHES * BATCH)]);
             wgmma_begin();
+            wgmma_wait<BATCHES - 2>();
+            // The stage before has been read. Nobody waits for the last ones, and the neighbours may be gone by then.
+            if (first == (BATCHES - 2) * BATCH && step >= 1 && step - 1 + STAGES < tile.pieces && lane < MULTICAST)
+                barrier_arrive(previous_empty, tile.split * MULTICAST + lane);
 #pragma unroll
             for (int i = first; i < first + BATCH; i++) {
                 const uint64 b = x & 0xffffffff00000000ull | x_low + (i / UNIT_WORDS * X_BYTES + i % UNIT_WORDS * 32) / 16;
                 wgmma(d, a[i % (BATCHES * BATCH)], b, step + i > 0);
             }
             wgmma_commit();
+            wgmma_begin();  // keeps the compiler from converting the next weights between these wgmma
         }
         previous_empty = place.in(ring.empty, 8);
     }
@@ -374,6 +376,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     let_next_kernel_start();
     if (threadIdx.x == CONSUMERS) {
+        prefetch_map(operands.codes);
+        prefetch_map(operands.scales);
         prefetch_map(operands.x);
         open_barriers(ring);
         fetch_first_weights(operands, tile, ring);
@@ -396,13 +400,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if constexpr (SENT) send_and_add(d, exchange, ring, tile, sum);
     else if constexpr (SPLITS > 1) fetch_and_add(d, exchange, tile, sum);
     else add_splits(sum, [&](int, int j) { return fragment(d, j); });
-    if constexpr (SPLITS > 1 && !SENT) cluster_arrive();  // the others' sums have been read
 #if ADD
-    const int first_row = tile.first_row + share.split * OUT_ROWS + lane % 4 * 2;
+    if constexpr (SPLITS > 1 && !SENT) cluster_arrive();  // the others' sums have been read, used or not yet
+    const int first_row = share.first_row + share.split * OUT_ROWS + lane % 4 * 2;
     if (threadIdx.x < SHARE_THREADS) add_results(sum, upper_bias, lower_bias, out, first_row, rows, column, columns);
 #else
     Activation *staging = reinterpret_cast<Activation *>(results + EXCHANGE_BYTES);
     if (threadIdx.x < SHARE_THREADS) stage_results(sum, upper_bias, lower_bias, staging, warp, lane);
+    if constexpr (SPLITS > 1 && !SENT) cluster_arrive_relaxed();  // the others' sums have been read
     consumers_meet();
     store_results(staging, share, out, rows, SILU ? columns / 2 : columns);
 #endif

@@ -22,26 +22,22 @@
 #define WGMMA_TYPES ".f32.f16.f16"
 #endif
 
-// Describes an operand in shared memory in the 128-byte swizzle (as TMA writes it, or swizzled_128 below): rows of 128
-// bytes, 8 of them an atom of 1024 bytes, to which tiles are aligned.
+// Describes an operand in shared memory in the 128-byte swizzle (as TMA writes it, or swizzled_128 below): rows of 128 bytes,
+// 8 of them an atom of 1024 bytes, to which tiles are aligned.
 //   K-major (a row is 64 values of k, one n or m):   row_group = bytes from 8 rows to the next 8, column_group unused.
 //                                                    The next 16 of k are 32 bytes further: descriptor + 2.
 //   N-major (a row is 64 values of n, one k; TRANSPOSED_B): row_group = bytes from 8 k to the next 8,
 //                                                    column_group = bytes from 64 n to the next 64.
-__device__ __forceinline__ uint64 swizzled_descriptor(uint32 shared_address, uint32 row_group = 1024,
-                                                      uint32 column_group = 16) {
+__device__ __forceinline__ uint64 swizzled_descriptor(uint32 shared_address, uint32 row_group = 1024, uint32 column_group = 16) {
     return static_cast<uint64>((shared_address & 0x3ffff) >> 4 | column_group >> 4 << 16) |
            static_cast<uint64>(row_group >> 4) << 32 | 1ull << 62;
 }
-__device__ __forceinline__ uint64 swizzled_descriptor(const void *tile, uint32 row_group = 1024,
-                                                      uint32 column_group = 16) {
+__device__ __forceinline__ uint64 swizzled_descriptor(const void *tile, uint32 row_group = 1024, uint32 column_group = 16) {
     return swizzled_descriptor(static_cast<uint32>(__cvta_generic_to_shared(tile)), row_group, column_group);
 }
 
 // Where byte `column` (0..127) of row `row` lies in a tile of the 128-byte swizzle.
-__device__ __forceinline__ uint32 swizzled_128(uint32 row, uint32 column) {
-    return row * 128 + (column ^ (row % 8) * 16);
-}
+__device__ __forceinline__ uint32 swizzled_128(uint32 row, uint32 column) { return row * 128 + (column ^ (row % 8) * 16); }
 
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -78,8 +74,8 @@ template <int COUNT> __device__ __forceinline__ void wgmma_settle(float (&d)[COU
 #define WGMMA_D_96 WGMMA_D_64, WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88)
 #define WGMMA_D_128 WGMMA_D_96, WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112), WGMMA_D8(120)
 
-// wgmma(d, a, b, accumulate): d has COUNT = N/2 floats, so its size chooses N; b is a descriptor, a one too or
-// registers. d = A B where accumulate is false. The numbers behind the counts are those of the operands that follow d.
+// wgmma(d, a, b, accumulate): d has COUNT = N/2 floats, so its size chooses N; b is a descriptor, a one too or registers.
+// d = A B where accumulate is false. The numbers behind the counts are those of the operands that follow d.
 #define WGMMA_DEFINE(N, COUNT, I0, I1, I2, I3, I4, I5, I6)                                                             \
     template <int TRANSPOSED_B = 0>                                                                                    \
     __device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32 (&a)[4], uint64 b, bool accumulate) {        \

@@ -10,11 +10,11 @@ from coldblock.kernels.errors import KernelArgumentError, KernelError
 from coldblock.kernels.fused import rms_norm
 from coldblock.kernels.loader import device_architecture
 from coldblock.kernels.w4 import W4Matrix, pack_w4, unpack_w4
-from coldblock.kernels.w4_wide import ARCHITECTURE, TILINGS, Tiling, w4_wide_linear
+from coldblock.kernels.w4_wide import ARCHITECTURE, TILINGS, Tiling, tiling_of, w4_wide_linear
 from torch import Tensor
 
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-ROWS = (1, 7, 33, 64, 65, 128, 130, 300)
+ROWS = (1, 7, 16, 32, 33, 64, 65, 128, 130, 300)
 SHAPES = [
     (64, 128, 32),
     (80, 96, 32),
@@ -79,6 +79,14 @@ def test_resident_blocks_of_a_tiling_fit_on_a_multiprocessor(tiling: Tiling) -> 
         assert tiling.stages(stage_groups) >= 2
         assert tiling.shared_bytes(stage_groups) <= 227 * 1024
         assert tiling.resident * (tiling.shared_bytes(stage_groups) + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("k", [1, 64, 1016, 1024, 1032, 2048, 8184, 8192, 11008])
+@pytest.mark.parametrize("n", [64, 8192])
+def test_every_split_has_a_piece_of_k(n: int, k: int) -> None:
+    for rows in range(1, 1200):
+        tiling = tiling_of(n, k, rows)
+        assert tiling.splits == 1 or k >= tiling.splits * tiling.stage_k()
 
 
 @pytest.mark.gpu
