@@ -302,12 +302,13 @@ def test_an_engine_whose_step_never_returns_ends_by_force(
     flags = ("--load-format", "dummy", "--num-gpu-blocks", "64", "--device", "cpu")
     with running_engine(model, *flags, program=program) as engine, engine.client() as client:
         client.ready()
-        client.submit(PROMPT, GREEDY)
+        open_request = client.submit(PROMPT, GREEDY)  # kept: one that nobody holds is aborted, perhaps before its step
         wait_for_line(engine, "the step hangs")
         for number in signals:
             engine.process.send_signal(number)
         assert engine.process.wait(20) == 1
         assert "ended by force" in engine.log.read_text()
+        del open_request
 
 
 def test_a_killed_engine_fails_open_requests_at_once(model: Path) -> None:
