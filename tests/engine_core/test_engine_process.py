@@ -221,7 +221,10 @@ def test_forced_swap_changes_no_token(model: Path, kv_format: str) -> None:
     with running_engine(model, *flags, "--num-gpu-blocks", "3") as engine:
         swapped = resumed = 0
         for k in range(0, 10, 2):
-            first, second = swap_pair(engine, prompts[k], prompts[k + 1], 15)
+            for _ in range(5):  # on a busy machine the first may have ended before the second is there
+                first, second = swap_pair(engine, prompts[k], prompts[k + 1], 15)
+                if first.finished.usage.swaps:
+                    break
             assert list(first.token_ids)[-14:] == wanted[k][-14:]
             assert list(second.token_ids) == wanted[k + 1]
             assert first.finished.usage.completion_tokens == second.finished.usage.completion_tokens == 15
