@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
+import os
 import sys
 import time
 import uuid
@@ -28,6 +28,7 @@ from .errors import EngineError, SettingError
 from .ipc import IpcPort
 from .models.registry import ModelConfig, read_model_config
 from .stats import EngineStats
+from .stop_signals import stopping
 
 if TYPE_CHECKING:
     from .device.config import ExecutorConfig
@@ -42,7 +43,7 @@ MIB = 2**20
 DEFAULT_CPU_OFFLOAD_MB = 2048
 MEMORY_PARTS = ("free", "weights", "workspace", "graphs", "reserve")  # of `describe`, in the line at start
 PROG = "coldblock engine"
-DRAIN_S = 10.0  # how long open requests may go on after SIGTERM
+DRAIN_S = 10.0  # how long open requests may go on after SIGTERM; not at all after a second one
 SHAPES = Path(__file__).parent / "models" / "shapes"  # a config.json each, for --load-format dummy
 
 
@@ -104,15 +105,25 @@ def serve(settings: EngineSettings) -> int:
         )
         stats = EngineStats(model, welcome.engine_id, endpoint)
         engine = Engine(Scheduler(scheduler_config(settings, model)), executor, port, stats)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: port.command(Shutdown(DRAIN_S)))
-        port.start(welcome, stats.snapshot, lambda: time.monotonic() - engine.turned_at)
-        log.info("ready after %.1f s at %s", time.monotonic() - started, endpoint)
-        engine.run()
-        executor.close()
+        with stopping(lambda drain_s: port.command(Shutdown(drain_s)), DRAIN_S, lambda: end_by_force(engine)):
+            port.start(welcome, stats.snapshot, lambda: time.monotonic() - engine.turned_at)
+            log.info("ready after %.1f s at %s", time.monotonic() - started, endpoint)
+            engine.run()
+            executor.close()
     finally:
         port.close()
     return EXIT_FAILED if port.failed else EXIT_OK
+
+
+def end_by_force(engine: Engine) -> None:
+    """The end of an engine that was told to stop and did not: most likely a step never returns from the device."""
+    print(
+        f"{PROG}: told to stop and did not, so it is ended by force and open requests are lost: "
+        f"its step loop last turned {time.monotonic() - engine.turned_at:.0f} s ago",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_FAILED)
 
 
 def find_checkpoint(model: str, load_format: str) -> Path:

@@ -27,6 +27,11 @@ def check_tensor(
     Raises KernelArgumentError, as all of these do.
     """
     check_layout(name, tensor, dtypes, shape)
+    check_place(name, tensor, alignment)
+
+
+def check_place(name: str, tensor: Tensor, alignment: int = 16) -> None:
+    """On the GPU, aligned to `alignment` bytes."""
     if tensor.data_ptr() % alignment:
         raise KernelArgumentError(f"{name} begins at an address that is no multiple of {alignment} bytes")
     if not tensor.is_cuda:
@@ -50,8 +55,8 @@ def check_layout(
 
 def _check_shape(name: str, sizes: torch.Size, shape: Sequence[tuple[str, int | None]]) -> None:
     if len(sizes) == len(shape):
-        for (_, wanted), size in zip(shape, sizes, strict=True):  # a loop: this runs several times a launch
-            if wanted is not None and wanted != size:
+        for place, (_, wanted) in enumerate(shape):  # a loop, and no zip: this runs several times a launch
+            if wanted is not None and wanted != sizes[place]:
                 break
         else:
             return

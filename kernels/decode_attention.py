@@ -1,15 +1,19 @@
-"""Attention of one query token per sequence over the paged KV pool, and how its work is cut into pieces.
+"""Attention of one query token per sequence over the paged KV pool, and how its work is cut into parts.
 
 Owns: the kernel's wrapper, `DecodeSplits` (its plan and workspace), the reference in plain torch. Does not know: who
 fills the pool, where the block tables come from, which queries belong to whom.
 
-A sequence's tokens are cut into splits of `split_tokens`; a work item is one split for one KV head's queries. The grid
-is fixed and takes the items in turn, so one captured CUDA graph serves all context lengths: the host only writes the
-plan, block tables and lengths anew. They must be written by copies or by work that ended before the kernel in front of
-this one began, as this kernel reads them before that one has ended; q and the newest K and V it reads afterwards.
+A sequence's tokens are cut into parts; a work item is one part for one KV head's queries. The grid is fixed, and each
+block begins with one item, the long ones first. Where the parts are about alike the next items are dealt out in turn;
+where they are not, each block claims one when it has ended another, so that all end at about the same time. One
+captured CUDA graph serves all context lengths: the host only writes the plan and the block tables anew.
 
-Reduction order: within a split it is fixed; across splits it depends on `split_tokens`. With a fixed `split_tokens`
-every sequence's result is therefore the same, bit by bit, in any batch.
+The kernel reads much before the kernel in front of it has ended. So the plan, the block tables, and the K and V of all
+tokens but a sequence's last B must be written by copies or by work that ended before that kernel began; q and the last
+tokens are read afterwards. (Rows of one pass may be neighbouring tokens of a sequence, hence B.)
+
+Reduction order: within a part it is fixed; across parts it depends on how the sequence is cut. With a fixed
+`split_tokens` every sequence's result is therefore the same, bit by bit, in any batch.
 
 B is sequences, H query heads, D the head dimension; a group is up to 8 or 16 query heads that share a KV head.
 """
@@ -28,18 +32,25 @@ from torch import Tensor
 from .checks import ACTIVATIONS, check_multiple, check_tensor
 from .errors import KernelArgumentError
 from .loader import Variant, load
-from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat
-from .prefill_attention import stored_keys_and_values
+from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat, stored_keys_and_values
 
 DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""
 
-_SPLIT_MULTIPLE = 128
-_SPLITS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64])  # of the longest sequence
-_EXTRA_WAVES = 2  # items that splitting may add, in grids
-# What an item, and a level of the tree that merges splits, cost besides reading: in tokens that a block could read.
-_ITEM_COST, _MERGE_COST = 256, 192
-_SPLITS_OF_LEVELS = np.array([1, 8, 64])
+_TILE = 16  # tokens; parts begin at multiples of it
+_SHORTEST = 128
+_MOST_PARTS = 128  # of a sequence
+_FEWEST_ROUNDS = 4  # of a block, in a long part beside which there are short ones
+_EXTRA_WAVES = 6  # items that splitting may add, in grids
+_FULL_WAVE = 0.9  # of what all blocks could read while one reads a part: good enough to look no further
+# What an item, a claim, and a level of the tree that merges parts cost besides reading: in tokens that a block could
+# read. Fitted on an H200, where a block reads 60 in a microsecond if all do.
+_ITEM_COST, _CLAIM_COST, _MERGE_COST = 128, 16, 100
+_ALONE = 0.6  # what reading a part takes where most blocks are idle
+_FAN = 16  # parts that a node of that tree merges
+_PARTS_OF_LEVELS = (1, _FAN, _FAN**2)  # more need another level
+_PART_FIELDS = 6
+_L2_SHARE = 0.5  # of the L2 cache, for what is read ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +61,24 @@ class DecodeSplits:
     """
 
     plan: Tensor
-    """int32: split_tokens; [B + 1] how many splits come before each sequence, and, last, are there; [splits] whose."""
+    """int32 [1 + parts, 6], flat: the number of parts, and whether blocks claim items; then of each part, in the order
+    in which they are begun, the sequence, which of its parts, of how many, how many parts come before the sequence's,
+    first token, end."""
     partials: Tensor
     """fp32 [slots, group heads, D]: what the work items of split sequences have gathered."""
     statistics: Tensor
     """fp32 [slots, group heads, 2]: their largest scores and sums of weights."""
     counters: Tensor
-    """int32 [slots]: how many parts of what is to be merged are there. Zero between calls."""
+    """int32 [1 + slots]: the claimed items; how many parts of what is to be merged are there. Zero between calls."""
     max_batch: int
     groups: int
-    """Groups of query heads, each a work item per split."""
+    """Groups of query heads, each a work item per part."""
     blocks: int
     """The grid."""
+    round_tokens: int
+    """What a block's warps take in turn before the first is due again."""
+    ahead: int
+    """Tiles per warp that are brought into the L2 cache ahead."""
     split_tokens: int | None
     """Fixed, or None where the plan may choose."""
 
@@ -75,52 +92,133 @@ class DecodeSplits:
         """
         heads, groups = _group(pages, num_heads)
         device = pages.pool.device
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        blocks = multiprocessors * _macros(False, pages.format, pages.head_dim, heads // 8)["BLOCKS_PER_SM"]
+        properties = torch.cuda.get_device_properties(device)
+        macros = _macros(False, pages.format, pages.head_dim, heads // 8)
+        blocks = properties.multi_processor_count * macros["BLOCKS_PER_SM"]
+        tile_bytes = 2 * _TILE * pages.plane_bytes // pages.block_size
         fixed = DETERMINISTIC_SPLIT if deterministic else None
-        splits = max_batch + (_EXTRA_WAVES * blocks // groups if fixed is None else max_tokens // fixed)
+        parts = max_batch + (_EXTRA_WAVES * blocks // groups if fixed is None else max_tokens // fixed)
         return cls(
-            plan=torch.zeros(2 + max_batch + splits, dtype=torch.int32, device=device),
-            partials=torch.empty(splits * groups, heads, pages.head_dim, device=device),
-            statistics=torch.empty(splits * groups, heads, 2, device=device),
-            counters=torch.zeros(splits * groups, dtype=torch.int32, device=device),
+            plan=torch.zeros(_PART_FIELDS * (1 + parts), dtype=torch.int32, device=device),
+            partials=torch.empty(parts * groups, heads, pages.head_dim, device=device),
+            statistics=torch.empty(parts * groups, heads, 2, device=device),
+            counters=torch.zeros(1 + parts * groups, dtype=torch.int32, device=device),
             max_batch=max_batch,
             groups=groups,
             blocks=blocks,
+            round_tokens=macros["WARPS"] * macros["TILES"] * _TILE,
+            ahead=min(32, int(_L2_SHARE * properties.L2_cache_size / (blocks * macros["WARPS"] * tile_bytes))),
             split_tokens=fixed,
         )
 
     def plan_for(self, context_lens: np.ndarray) -> np.ndarray:
         """What to write into the beginning of `plan` for context_lens [B] (0 for a padding row)."""
-        return plan_splits(context_lens, self.groups, self.blocks, self.split_tokens)
+        if self.split_tokens is None:
+            cut = choose_cut(context_lens, self.groups, self.blocks, self.round_tokens)
+        else:
+            cut = Cut(self.split_tokens, self.split_tokens)
+        return plan_parts(context_lens, cut, self.groups, self.blocks)
 
 
-def plan_splits(context_lens: np.ndarray, groups: int, blocks: int, split_tokens: int | None = None) -> np.ndarray:
-    """The plan for context_lens [B], int32: see `DecodeSplits.plan`. Every sequence has at least one split.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Sequences are cut into long parts as often as one fits, and what is left over into short ones."""
 
-    Without `split_tokens`, the one of a few candidates that should end first on `blocks` blocks: long splits leave
-    blocks idle, short ones cost merging.
+    long: int
+    short: int
+
+
+def plan_parts(context_lens: np.ndarray, cut: Cut, groups: int, blocks: int) -> np.ndarray:
+    """The plan for context_lens [B], int32: see `DecodeSplits.plan`. Every sequence has at least one part."""
+    longs = context_lens // cut.long
+    counts = np.maximum(longs - (longs * cut.long - context_lens) // cut.short, 1)
+    rows, ends_before = np.arange(len(counts), dtype=np.int32), counts.cumsum()
+    longer = cut.long - cut.short
+    sequences = np.empty((len(counts), _PART_FIELDS), np.int32)
+    fields = (rows, 0, counts, ends_before - counts, longs * longer, context_lens)
+    for field, values in enumerate(fields):
+        sequences[:, field] = values
+    plan = np.empty((1 + int(ends_before[-1]), _PART_FIELDS), np.int32)
+    plan[0] = (len(plan) - 1, 0, 0, 0, 0, 0)
+    parts = plan[1:]
+    sequences.take(rows.repeat(counts), axis=0, out=parts, mode="clip")
+    numbers = np.arange(len(parts), dtype=np.int32) - parts[:, 3]
+    begins, ends = numbers * cut.short, (numbers + 1) * cut.short
+    if longer:
+        begins += np.minimum(numbers * longer, parts[:, 4])
+        ends += np.minimum((numbers + 1) * longer, parts[:, 4])
+    parts[:, 1], parts[:, 4] = numbers, begins
+    np.minimum(ends, parts[:, 5], out=parts[:, 5])
+    if len(parts) * groups > blocks:
+        sizes = parts[:, 4] - parts[:, 5]  # below 0
+        if sizes.min() < sizes.max():
+            order = sizes.argsort(kind="stable")
+            plan[1:] = parts.take(order, axis=0)
+            plan[0, 1] = _should_claim(-sizes[order], groups, blocks)
+    return plan.ravel()
+
+
+def _should_claim(sizes: np.ndarray, groups: int, blocks: int) -> bool:
+    """Whether parts of these sizes, the longest first, are done earlier if blocks claim items than if they get them in
+    turn, the first block the longest ones."""
+    in_turn = [int(sizes[item // groups]) for item in range(0, len(sizes) * groups, blocks)]
+    evenly = int(sizes.sum()) * groups / blocks
+    claimed = max(evenly, int(sizes[(blocks - 1) // groups]) + in_turn[1])
+    return sum(in_turn) > claimed + len(in_turn) * _CLAIM_COST
+
+
+def choose_cut(context_lens: np.ndarray, groups: int, blocks: int, round_tokens: int) -> Cut:
+    """The cut, of a few candidates, that should end first on `blocks` blocks.
+
+    Long parts leave blocks idle, short ones cost merging. So either all parts are alike, or most tokens are in long
+    parts, and the rest in short ones that blocks which end early take over.
     """
-    lengths = np.maximum(context_lens, 1)
-    if split_tokens is None:
-        split_tokens = _choose_split_tokens(lengths.astype(float), groups, blocks)
-    splits = -(-lengths // split_tokens)
-    head = np.zeros(2 + len(lengths), np.int32)
-    head[0] = split_tokens
-    np.cumsum(splits, out=head[2:])
-    return np.concatenate([head, np.repeat(np.arange(len(lengths), dtype=np.int32), splits)])
+    longest, total = max(int(context_lens.max()), 1), int(context_lens.sum()) * groups
+    one_wave = blocks // (len(context_lens) * groups)  # parts of each sequence that are one
+    if longest <= _SHORTEST:
+        return Cut(_SHORTEST, _SHORTEST)
+    if 1 <= one_wave <= _FAN:
+        long = _round_up(longest / one_wave)
+        if long >= _SHORTEST and total >= _FULL_WAVE * blocks * long:
+            return Cut(long, long)
+    return _cheapest_cut(context_lens, groups, blocks, round_tokens, longest, total)
 
 
-def _choose_split_tokens(lengths: np.ndarray, groups: int, blocks: int) -> int:
-    longest = lengths.max()
-    candidates = np.ceil(longest / (_SPLITS * _SPLIT_MULTIPLE)) * _SPLIT_MULTIPLE
-    items = np.ceil(np.multiply.outer(1.0 / candidates, lengths)).sum(axis=1) * groups
-    in_waves = np.ceil(items / blocks) * (candidates + _ITEM_COST)
-    in_turn = (lengths.sum() * groups + items * _ITEM_COST) / blocks + candidates + _ITEM_COST
-    levels = np.searchsorted(_SPLITS_OF_LEVELS, np.ceil(longest / candidates))
-    cost = np.minimum(in_waves, in_turn) + levels * _MERGE_COST
-    cost[items > len(lengths) * groups + _EXTRA_WAVES * blocks] = math.inf
-    return int(candidates[cost.argmin()])
+def _round_up(tokens: float) -> int:
+    return math.ceil(tokens / _TILE) * _TILE
+
+
+def _cheapest_cut(
+    context_lens: np.ndarray, groups: int, blocks: int, round_tokens: int, longest: int, total: int
+) -> Cut:
+    share = total / blocks
+    numbers = (1, 2, _FAN, *(math.ceil(waves * longest / share) for waves in (0.5, 0.7, 0.9, 1, 2)))
+    cuts = [(long, long) for long in {max(_round_up(longest / min(n, _MOST_PARTS)), _SHORTEST) for n in numbers}]
+    rounds = int(share / round_tokens)
+    if rounds > _FEWEST_ROUNDS:
+        cuts += [((rounds - fewer) * round_tokens, max(round_tokens, _SHORTEST)) for fewer in (0, 1)]
+    long, short = np.array(cuts, float).T[:, :, None]
+    in_longs = np.maximum(context_lens, 1) / long
+    longs = np.floor(in_longs)
+    counts = longs + np.ceil((in_longs - longs) * (long / short * 0.999999))  # a whole number of short ones stays that
+    items, long_items = (counts.sum(axis=1) * groups).tolist(), (longs.sum(axis=1) * groups).tolist()
+    most_parts, most_items = counts.max(axis=1).tolist(), len(context_lens) * groups + _EXTRA_WAVES * blocks
+    fitting = [i for i in range(len(cuts)) if items[i] <= most_items]
+    costs = [_cost(*cuts[i], share, items[i] / blocks, long_items[i] / blocks, most_parts[i]) for i in fitting]
+    return Cut(*cuts[fitting[costs.index(min(costs))]])
+
+
+def _cost(long: int, short: int, share: float, waves: float, long_waves: float, most_parts: float) -> float:
+    """When the last block ends, in tokens that one reads until then. `share` are a block's tokens if all have as many,
+    `waves` and `long_waves` its items and its long ones, `most_parts` those of the longest sequence."""
+    claimed = max(share + waves * (_ITEM_COST + _CLAIM_COST), math.ceil(long_waves) * (long + _ITEM_COST))
+    claimed += (share - long_waves * long) / max(waves - long_waves, 1e-9) / 4
+    if long == short:  # wave by wave; the last one is faster if it leaves blocks idle
+        whole = math.ceil(waves) - 1
+        in_turn = whole * (long + _ITEM_COST) + min(max(waves - whole + 0.05, _ALONE), 1) * long + _ITEM_COST
+        claimed = min(claimed, in_turn)
+    levels = sum(most_parts > parts for parts in _PARTS_OF_LEVELS)
+    return claimed + levels * _MERGE_COST
 
 
 def paged_decode(
@@ -141,14 +239,16 @@ def paged_decode(
     check_tensor("out", out, q.dtype, (("B", batch), ("H * D", num_heads * pages.head_dim)))
     _check_splits(splits, batch, groups, heads, pages.head_dim)
     macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8)
-    load("paged_decode", **macros).launch(
+    kernel = load("paged_decode", **macros)
+    kernel.prefer_l1(macros["BLOCKS_PER_SM"])
+    kernel.launch(
         (splits.blocks,),
         32 * macros["WARPS"],
         (
-            *(q, pages.pool, block_tables, context_lens, splits.plan),
+            *(q, pages.pool, block_tables, splits.plan),
             *(splits.partials, splits.statistics, splits.counters, out),
-            *(batch, block_tables.shape[1], num_heads, pages.num_kv_heads),
-            *(pages.block_size, pages.block_bytes, pages.layer_offset(layer)),
+            *(batch, splits.plan.numel() // _PART_FIELDS - 1, block_tables.shape[1], num_heads, pages.num_kv_heads),
+            *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), splits.ahead),
             math.log2(math.e) / math.sqrt(pages.head_dim),
         ),
     )

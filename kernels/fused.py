@@ -28,7 +28,7 @@ SILU_TURN = 8
 
 VARIANTS = (
     *variants("embed", ACTIVATION_BF16=(0, 1)),
-    *variants("rms_norm", ACTIVATION_BF16=(0, 1), CHOSEN_ROWS=(0, 1)),
+    *variants("rms_norm", ACTIVATION_BF16=(0, 1)),
     *variants("rope_and_write", ACTIVATION_BF16=(0, 1), KV_FORMAT=FORMAT_NUMBERS.values(), HEAD_DIM=HEAD_DIMS),
     *variants("silu_multiply", ACTIVATION_BF16=(0, 1)),
 )
@@ -50,34 +50,18 @@ def embed(ids: Tensor, source: Tensor, previous: Tensor, table: Tensor, out: Ten
     kernel.launch([tokens], min(THREADS, _threads(width)), [ids, source, previous, table, out, width])
 
 
-def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor, add: Tensor | None = None) -> None:
-    """residual fp32 [T, N] += add [T, N] in place; out [T, N] = residual / sqrt(mean(residual^2) + eps) * weight.
+def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """out [T, N] = residual / sqrt(mean(residual^2) + eps) * weight, for residual fp32 [T, N] and weight fp32 [N].
 
-    weight is fp32 [N]; N a multiple of 8 up to 8192. Without `add`, residual is only read.
+    N is a multiple of 8 up to 8192.
     """
     check_tensor("residual", residual, torch.float32, [("T", None), ("N", None)])
-    _norm(residual, weight, eps, None, out, add)
-
-
-def rms_norm_rows(
-    residual: Tensor, weight: Tensor, eps: float, rows: Tensor, out: Tensor, add: Tensor | None = None
-) -> None:
-    """`rms_norm` of row rows[r] of residual (+ add), for rows int32 [R]; out [R, N]. residual is not changed."""
-    check_tensor("residual", residual, torch.float32, [("T", None), ("N", None)])
-    check_tensor("rows", rows, torch.int32, [("R", None)], alignment=4)
-    _norm(residual, weight, eps, rows, out, add)
-
-
-def _norm(residual: Tensor, weight: Tensor, eps: float, rows: Tensor | None, out: Tensor, add: Tensor | None) -> None:
     tokens, width = residual.shape
     check_multiple("N", width, VECTOR, most=MOST_NORM_COLUMNS)
-    results = tokens if rows is None else rows.shape[0]
     check_tensor("weight", weight, torch.float32, [("N", width)])
-    check_tensor("out", out, ACTIVATIONS, [("R", results), ("N", width)])
-    if add is not None:
-        check_tensor("add", add, out.dtype, [("T", tokens), ("N", width)])
-    kernel = load("rms_norm", ACTIVATION_BF16=_is_bf16(out), CHOSEN_ROWS=int(rows is not None))
-    kernel.launch([results], _threads(width), [residual, weight, rows, add, out, width, float(eps)])
+    check_tensor("out", out, ACTIVATIONS, [("T", tokens), ("N", width)])
+    kernel = load("rms_norm", ACTIVATION_BF16=_is_bf16(out))
+    kernel.launch([tokens], _threads(width), [residual, weight, out, width, float(eps)])
 
 
 def rope_and_write(

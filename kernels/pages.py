@@ -1,6 +1,7 @@
 """How kernels see the KV pool: where a token's K or V lies in its block.
 
-Owns: `KVPages`, the address arithmetic of a page-major pool. Does not know: which block belongs to whom.
+Owns: `KVPages`, the address arithmetic of a page-major pool, and reading one in plain torch. Does not know: which block
+belongs to whom.
 
 Block b begins at byte b * block_bytes; inside it planes [layer][K, V][kv_head] of `plane_bytes` each. A plane is
 [block_size][head_dim] elements, and in int8 behind them [block_size] fp16 scales.
@@ -8,13 +9,14 @@ Block b begins at byte b * block_bytes; inside it planes [layer][K, V][kv_head] 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .checks import check_layout, check_multiple, check_number, check_tensor
+from .checks import check_layout, check_multiple, check_number, check_place
 from .errors import KernelArgumentError
 
 PageFormat = Literal["fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"]
@@ -22,12 +24,20 @@ FORMAT_NUMBERS: dict[PageFormat, int] = {"fp16": 0, "bf16": 1, "int8": 2, "fp8_e
 """The macro KV_FORMAT of the kernels."""
 
 HEAD_DIMS = (64, 96, 128, 256)
-_ELEMENT_BYTES: dict[PageFormat, int] = {"fp16": 2, "bf16": 2, "int8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_DTYPES: dict[PageFormat, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
     """One pool. `pool` uint8 [num_blocks, block_bytes] on the GPU; `block_size` a multiple of 16.
+
+    `plane_bytes` are those of K (or V) of one head in one block and layer, `block_bytes` those of a block.
 
     Raises KernelArgumentError for a shape or format that the kernels do not have.
     """
@@ -38,6 +48,8 @@ class KVPages:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    plane_bytes: int = field(init=False)
+    block_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.format not in FORMAT_NUMBERS:
@@ -47,25 +59,34 @@ class KVPages:
         for name in ("num_layers", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise KernelArgumentError(f"{name} is {getattr(self, name)}; allowed: from 1 on")
+        scale_bytes = 2 if self.format == "int8" else 0
+        plane_bytes = self.block_size * (self.head_dim * _DTYPES[self.format].itemsize + scale_bytes)
+        object.__setattr__(self, "plane_bytes", plane_bytes)  # once: every launch asks for these
+        object.__setattr__(self, "block_bytes", self.layer_offset(self.num_layers))
         check_layout("pool", self.pool, torch.uint8, [("num_blocks", None), ("block_bytes", self.block_bytes)])
 
     def check(self, layer: int) -> None:
         """Raises KernelArgumentError unless kernels can read the pool where it is, and it has this layer."""
-        check_tensor("pool", self.pool, torch.uint8, (("num_blocks", None), ("block_bytes", self.block_bytes)))
+        check_place("pool", self.pool)
         if not 0 <= layer < self.num_layers:
             raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {self.num_layers - 1}")
-
-    @property
-    def plane_bytes(self) -> int:
-        """Bytes of K (or V) of one head in one block and layer."""
-        scales = 2 if self.format == "int8" else 0
-        return self.block_size * (self.head_dim * _ELEMENT_BYTES[self.format] + scales)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.num_layers * 2 * self.num_kv_heads * self.plane_bytes
 
     def layer_offset(self, layer: int) -> int:
         """Byte, within a block, of this layer's first K plane; its V planes follow num_kv_heads planes later."""
         return layer * 2 * self.num_kv_heads * self.plane_bytes
+
+
+def stored_keys_and_values(pages: KVPages, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The first `length` tokens of a sequence in `blocks` int [n], as stored: K and V fp32 [length, G, D]."""
+    begin = pages.layer_offset(layer)
+    needed = blocks[: math.ceil(length / pages.block_size)].long()
+    planes = pages.pool[needed, begin : begin + 2 * pages.num_kv_heads * pages.plane_bytes]
+    planes = planes.view(len(needed), 2, pages.num_kv_heads, pages.plane_bytes)
+    scale_bytes = 2 * pages.block_size if pages.format == "int8" else 0
+    elements = planes[..., : pages.plane_bytes - scale_bytes].contiguous().view(_DTYPES[pages.format]).float()
+    elements = elements.view(*planes.shape[:3], pages.block_size, pages.head_dim)
+    if scale_bytes:
+        scales = planes[..., -scale_bytes:].contiguous().view(torch.float16).float()
+        elements = elements * scales[..., None]
+    k, v = elements.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    return k, v

@@ -22,7 +22,7 @@ from torch import Tensor
 from .checks import ACTIVATIONS, check_tensor
 from .errors import KernelArgumentError
 from .loader import ARCHITECTURES, device_architecture, load, variants
-from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat
+from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat, stored_keys_and_values
 from .prefill_attention_hopper import paged_prefill_hopper, supports
 
 _WARP = 32
@@ -239,28 +239,6 @@ def _check(
     check_tensor("out", out, q.dtype, [("T", tokens), ("H*D", num_heads * head_dim)])
     if splits is not None and splits.parts.shape[1] != head_dim:
         raise KernelArgumentError(f"splits are for head_dim {splits.parts.shape[1]}; q has {head_dim}")
-
-
-_STORED = {
-    "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8,
-    "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
-}  # fmt: skip
-
-
-def stored_keys_and_values(pages: KVPages, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The first `length` tokens of a sequence in `blocks` int [n], as stored: K and V fp32 [length, G, D]."""
-    begin = pages.layer_offset(layer)
-    needed = blocks[: math.ceil(length / pages.block_size)].long()
-    planes = pages.pool[needed, begin : begin + 2 * pages.num_kv_heads * pages.plane_bytes]
-    planes = planes.view(len(needed), 2, pages.num_kv_heads, pages.plane_bytes)
-    scale_bytes = 2 * pages.block_size if pages.format == "int8" else 0
-    elements = planes[..., : pages.plane_bytes - scale_bytes].contiguous().view(_STORED[pages.format]).float()
-    elements = elements.view(*planes.shape[:3], pages.block_size, pages.head_dim)
-    if scale_bytes:
-        scales = planes[..., -scale_bytes:].contiguous().view(torch.float16).float()
-        elements = elements * scales[..., None]
-    k, v = elements.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
-    return k, v
 
 
 def paged_prefill_reference(

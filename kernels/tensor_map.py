@@ -20,14 +20,14 @@ SWIZZLED_BYTES = 128
 """Bytes of a swizzled box's row, whose pieces of 16 bytes are permuted."""
 
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_DATA_TYPES = {torch.int32: 3, torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_DATA_TYPES = {torch.int64: 5, torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _NO_INTERLEAVE, _NO_SWIZZLE, _SWIZZLE_128B, _PROMOTE_TO_256B, _FILL_ZEROS = 0, 0, 3, 3, 0
 
 
 def swizzled_map(matrix: Tensor, box_rows: int) -> bytes:
     """The map of `matrix` [rows, columns], row-major, for boxes of box_rows x 128 bytes in the 128-byte swizzle.
 
-    The dtype is int32, fp16 or bf16; a row's bytes are a multiple of 16. Raises KernelError when the driver refuses.
+    The dtype is int64, fp16 or bf16; a row's bytes are a multiple of 16. Raises KernelError when the driver refuses.
     """
     box_columns = SWIZZLED_BYTES // matrix.dtype.itemsize
     return _encode(matrix.data_ptr(), *matrix.shape, matrix.dtype, box_rows, box_columns, _SWIZZLE_128B)

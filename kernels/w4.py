@@ -12,14 +12,15 @@ is that lane's A fragment of the tensor-core instruction m16n8k16 for k0 = 64 * 
 `scales` holds (s, z) in fp16 for each row and group, rows g and g + 8 beside each other: weight = (q - 8) * s + z. N
 and K are padded to multiples of 64 by code 8 with s = z = 0, which is zero.
 
-`w4_linear` adds over K in an order that depends on the matrix and on the number of rows of x, not on the other rows: it
-is the same for 1 to 8 rows, for 9 to 16 and for more (for a long K also from 3 rows on another than for fewer).
+`w4_linear` adds over K in an order that depends on the matrix's shape and on the number of rows of x, not on the other
+rows: it is the same for 1 to 4 rows, for 5 to 8, for 9 to 16 and for more.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -132,27 +133,35 @@ def unpack_w4(matrix: W4Matrix) -> Tensor:
     return weights
 
 
-def w4_linear(x: Tensor, matrix: W4Matrix, out: Tensor, *, bias: Tensor | None = None, silu: bool = False) -> None:
+def w4_linear(
+    x: Tensor,
+    matrix: W4Matrix,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    silu: bool = False,
+    add: bool = False,
+) -> None:
     """out [M, n] = x [M, k] W^T + bias [n], all in one activation type; with `silu`, out [M, n/2] = silu(gate) * up.
 
-    For `silu` the matrix rows are gate and up in turns of 8. Any M works, few are fast. Raises KernelArgumentError.
+    For `silu` the matrix rows are gate and up in turns of 8. With `add`, and no `silu`, out is fp32 and the product is
+    added to it, unrounded. Any M works, few are fast. Raises KernelArgumentError.
     """
-    width = matrix.n // 2 if silu else matrix.n
-    if silu and matrix.n % UNIT_ROWS:
-        raise KernelArgumentError(f"n is {matrix.n}; gate and up in turns of 8 rows need a multiple of {UNIT_ROWS}")
+    check_epilogue(matrix, silu, add)
     check_tensor("x", x, ACTIVATIONS, (("M", None), ("k", matrix.k)))
-    tokens = x.shape[0]
-    check_tensor("out", out, x.dtype, (("M", tokens), ("n/2" if silu else "n", width)), alignment=2)
+    tokens, width = x.shape[0], ("n/2", matrix.n // 2) if silu else ("n", matrix.n)
+    check_tensor("out", out, torch.float32 if add else x.dtype, (("M", tokens), width), alignment=4 if add else 2)
     if bias is not None:
         check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
     if not tokens:
         return
     units, groups = matrix.codes.shape[1], matrix.scales.shape[1]
-    form = _form(tokens, matrix.k)
+    form = _form(tokens, matrix.n, matrix.k)
     plan = _plan(form, tokens, matrix.n, units, matrix.group_size)
     sizes = (tokens, matrix.n, matrix.k, units, groups, _group_shift(matrix))
-    division = (plan.pair_shift, plan.chunk_steps, plan.turns_at_once)
-    load("w4_linear", ACTIVATION_BF16=int(x.dtype == torch.bfloat16), **form.macros(), **plan.step.macros()).launch(
+    division = (plan.pair_shift, plan.chunk_steps, plan.rounds_at_once)
+    purpose = {"ACTIVATION_BF16": int(x.dtype is torch.bfloat16), "ADD": int(add)}
+    load("w4_linear", **purpose, **form.macros(), **plan.step.macros()).launch(
         plan.grid,
         form.warps * 32,
         (x, matrix.codes, matrix.scales, bias, out, *sizes, int(silu), *division),
@@ -160,28 +169,45 @@ def w4_linear(x: Tensor, matrix: W4Matrix, out: Tensor, *, bias: Tensor | None =
     )
 
 
+def check_epilogue(matrix: W4Matrix, silu: bool, add: bool) -> None:
+    """Refuse what no product does with its results."""
+    if silu and matrix.n % UNIT_ROWS:
+        raise KernelArgumentError(f"n is {matrix.n}; gate and up in turns of 8 rows need a multiple of {UNIT_ROWS}")
+    if silu and add:
+        raise KernelArgumentError("silu and add are both given; allowed: one of them")
+
+
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How the kernel divides its work: macros of w4_linear.cu."""
+    """How the kernel divides its work, and how many blocks shall fit on a multiprocessor: macros of w4_linear.cu."""
 
     token_tiles: int
     row_tiles: int
-    warps: int
+    teams: int
+    slices: int
     cluster: int
     stages: int
+    resident: int = 1
 
     @property
     def tokens(self) -> int:
         """How many a block multiplies."""
         return 8 * self.token_tiles
 
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return self.teams * self.slices
+
     def macros(self) -> dict[str, int]:
         return {
             "TOKEN_TILES": self.token_tiles,
             "ROW_TILES": self.row_tiles,
-            "WARPS": self.warps,
+            "TEAMS": self.teams,
+            "SLICES": self.slices,
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
+            "RESIDENT": self.resident,
         }
 
 
@@ -198,34 +224,63 @@ class _Step:
 
 _STEPS = (_Step(2, 1), _Step(1, 1), _Step(1, 2))
 
-# By the most tokens, for multiprocessors with much shared memory (SM90, SM100; measured on an H200) and with little.
-# Where K is long, the two blocks of a cluster share it from some tokens on: or each of many blocks would load all of x.
-_FORMS = {8: _Form(1, 2, 16, 1, 2), 16: _Form(2, 2, 8, 1, 2), 32: _Form(4, 2, 8, 1, 2)}
-_SMALL_FORMS = {8: _Form(1, 1, 8, 1, 4), 16: _Form(2, 1, 8, 1, 3), 32: _Form(4, 1, 4, 1, 2)}
+# By the most tokens, for multiprocessors with little shared memory.
+_SMALL_FORMS = {8: _Form(1, 1, 1, 8, 1, 4, 2), 16: _Form(2, 1, 1, 8, 1, 3, 2), 32: _Form(4, 1, 1, 4, 1, 2)}
 _SMALL_SHARED = 200 << 10
-_LONG_K, _SHARING_TOKENS = 8192, 3
+
+# With much (SM90, SM100), by the shape of W too: many rows, a long K, and neither. Where W has few rows, a cluster
+# shares K, or each block would load all of x. Of several forms, that with the fewest turns, idle ones counted too.
+_Forms = dict[int, tuple[_Form, ...]]
+_MANY_ROWS, _LONG_K = 8192, 8192
+_TALL_FORMS: _Forms = {
+    4: (_Form(1, 2, 2, 8, 1, 2),),
+    8: (_Form(1, 2, 3, 4, 1, 3),),
+    16: (_Form(2, 2, 6, 2, 1, 2),),
+    32: (_Form(4, 2, 6, 2, 1, 2),),
+}
+_LONG_FORMS: _Forms = {
+    8: (_Form(1, 1, 1, 16, 2, 2),),
+    16: (_Form(2, 2, 1, 16, 2, 2),),
+    32: (_Form(4, 1, 9, 1, 8, 3),),
+}
+_SHORT_FORMS: _Forms = {
+    8: (_Form(1, 1, 1, 16, 1, 2), _Form(1, 2, 1, 16, 1, 2)),
+    16: (_Form(2, 2, 1, 16, 1, 2),),
+    32: (_Form(4, 1, 3, 4, 2, 2),),
+}
+_TABLES = (_TALL_FORMS, _LONG_FORMS, _SHORT_FORMS)
+_LARGE_FORMS = tuple(dict.fromkeys(form for table in _TABLES for forms in table.values() for form in forms))
+
+
+def _bucket(table: Collection[int], tokens: int) -> int:
+    return next((most for most in table if tokens <= most), max(table))
+
 
 VARIANTS = (
     *variants("w4_dequantize", ACTIVATION_BF16=(0, 1)),
     *(
-        Variant("w4_linear", {"ACTIVATION_BF16": bf16, **form.macros(), **step.macros()}, architectures)
+        Variant("w4_linear", {"ACTIVATION_BF16": bf16, "ADD": add, **form.macros(), **step.macros()}, architectures)
         for bf16 in (0, 1)
+        for add in (0, 1)
         for step in _STEPS
         for forms, architectures in (
             (_SMALL_FORMS.values(), ("sm_80", "sm_86", "sm_89", "sm_120")),
-            (_FORMS.values(), ("sm_90a", "sm_100")),
-            ([replace(form, cluster=2) for form in _FORMS.values()], ("sm_90a", "sm_100")),
+            (_LARGE_FORMS, ("sm_90a", "sm_100")),
         )
         for form in forms
     ),
 )
 
 
-def _form(tokens: int, k: int) -> _Form:
-    small = _properties().shared_memory_per_block_optin < _SMALL_SHARED
-    forms = _SMALL_FORMS if small else _FORMS
-    form = forms[next((most for most in forms if tokens <= most), max(forms))]
-    return replace(form, cluster=2) if not small and k >= _LONG_K and tokens >= _SHARING_TOKENS else form
+def _form(tokens: int, n: int, k: int) -> _Form:
+    if _properties().shared_memory_per_block_optin < _SMALL_SHARED:
+        return _SMALL_FORMS[_bucket(_SMALL_FORMS, tokens)]
+    table = _LONG_FORMS if k >= _LONG_K else _TALL_FORMS if n >= _MANY_ROWS else _SHORT_FORMS
+
+    def turns(form: _Form) -> int:
+        return form.teams * _rounds(form, -(-n // (UNIT_ROWS * form.row_tiles)))[1]
+
+    return min(table[_bucket(table, tokens)], key=turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +291,7 @@ class _Plan:
     grid: tuple[int, int]
     pair_shift: int
     chunk_steps: int
-    turns_at_once: int
+    rounds_at_once: int
     shared_bytes: int
 
 
@@ -244,30 +299,40 @@ class _Plan:
 def _plan(form: _Form, tokens: int, n: int, units: int, group_size: int) -> _Plan:
     step = _Step(1, 2) if group_size == SMALLEST_GROUP else _STEPS[0 if group_size % 128 == 0 and units % 2 == 0 else 1]
     row_blocks = -(-n // (UNIT_ROWS * form.row_tiles))
-    clusters = min(row_blocks, _properties().multi_processor_count // form.cluster)
+    clusters, rounds = _rounds(form, row_blocks)
     rows = min(tokens, form.tokens)
     pair_shift = (-(-rows // 2) - 1).bit_length()
-    sums = form.warps + (
-        2 if form.cluster > 1 else 0
-    )  # of a turn; a cluster's blocks also receive some, in two buffers
-    turn_bytes = sums * form.row_tiles * 8 * 16 << pair_shift
-    turns_at_once = 1
-    while turns_at_once < -(-row_blocks // clusters) and 2 * turns_at_once * turn_bytes <= _SUM_BYTES:
-        turns_at_once *= 2
+    round_bytes = form.teams * form.row_tiles * 8 * 16 << pair_shift  # of the sums of a slice
+    received = 0 if form.cluster == 1 else 1 if rounds == 1 else 2  # by a cluster's block, in as many buffers
+    sums = 0 if form.slices * form.cluster == 1 else form.slices
+    rounds_at_once = 1
+    while rounds_at_once < rounds and 2 * rounds_at_once * (sums + received) * round_bytes <= _SUM_BYTES:
+        rounds_at_once *= 2
     stage_bytes = form.row_tiles * (step.units * 512 + step.scales * 64)
-    fixed = form.warps * form.stages * stage_bytes + turns_at_once * turn_bytes
+    fixed = form.warps * form.stages * stage_bytes + received * rounds_at_once * round_bytes
+    sum_bytes = sums * rounds_at_once * round_bytes
 
     def shared_bytes(chunk_steps: int) -> int:
         x_bytes = rows * (chunk_steps * step.units * UNIT_K + 8) * 2
         x_sums = (chunk_steps * step.scales << (pair_shift + 1)) + form.tokens
-        return fixed + form.warps * (x_bytes + x_sums * 4)
+        x_and_sums = form.slices * (x_bytes + x_sums * 4)
+        return fixed + (max(sum_bytes, x_and_sums) if rounds == 1 else sum_bytes + x_and_sums)
 
-    slice_steps = -(-(units // step.units) // (form.cluster * form.warps))
+    slice_steps = -(-(units // step.units) // (form.cluster * form.slices))
     limit = _properties().shared_memory_per_block_optin
     fitting = max(chunk for chunk in range(1, slice_steps + 1) if chunk == 1 or shared_bytes(chunk) <= limit)
     chunk_steps = -(-slice_steps // -(-slice_steps // fitting))  # equal chunks
     grid = (clusters * form.cluster, -(-tokens // form.tokens))
-    return _Plan(step, grid, pair_shift, chunk_steps, turns_at_once, shared_bytes(chunk_steps))
+    return _Plan(step, grid, pair_shift, chunk_steps, rounds_at_once, shared_bytes(chunk_steps))
+
+
+def _rounds(form: _Form, row_blocks: int) -> tuple[int, int]:
+    """How many clusters share the rows, and in how many rounds the busiest has done its part."""
+    clusters = min(row_blocks, _properties().multi_processor_count // form.cluster)
+    rounds = -(-row_blocks // (clusters * form.teams))
+    if form.cluster > 1:  # whatever lies beside it, a cluster needs room on neighbouring multiprocessors
+        clusters = -(-row_blocks // (rounds * form.teams))
+    return clusters, rounds
 
 
 def _group_shift(matrix: W4Matrix) -> int:

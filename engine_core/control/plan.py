@@ -60,6 +60,11 @@ class SampleSpec(NamedTuple):
     history: Sequence[int] | None = None
     banned: tuple[int, ...] = ()
 
+    def bans(self, vocab_size: int) -> set[int]:
+        """The banned ids of a vocabulary. A ban of all its tokens bans none: then any token ends the request."""
+        banned = {token for token in self.banned if 0 <= token < vocab_size}
+        return banned if len(banned) < vocab_size else set()
+
 
 class Chunk(NamedTuple):
     """Tokens of one request to run in this step: `token_ids` sit at positions start, start+1, ...

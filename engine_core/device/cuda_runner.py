@@ -21,7 +21,7 @@ from ...kernels.decode_attention import DecodeSplits
 from ...kernels.pages import KVPages
 from ...kernels.prefill_attention import PrefillSplits
 from ...kernels.sampling import PARAMETERS
-from ..models.cuda_decoder import Activations, CudaDecoder, TokenInputs, Workspace
+from ..models.cuda_decoder import CudaDecoder, TokenInputs, Workspace
 from .block_tables import NO_CHANGES, TableChanges
 from .cuda_batch import NOWHERE, PADDING_POSITION, IntArray, Packer, TokenArrays, aligned, bucket_of
 from .graphs import DecodeGraphs
@@ -69,7 +69,6 @@ class PassMemory:
         shape = (sizes.max_blocks,)
         self.tables = torch.zeros(sizes.max_seqs, *shape, dtype=torch.int32, device=device)
         self.own_tables = torch.zeros(max(sizes.max_rows, sizes.max_seqs), *shape, dtype=torch.int32, device=device)
-        self.every_row = torch.arange(sizes.max_rows, dtype=torch.int32, device=device)
 
 
 class CudaRunner:
@@ -116,11 +115,9 @@ class CudaRunner:
         sampled_place, parameter_place = packer.add(sampled), packer.add(parameters)
         self._send(packer, changes)
         inputs = TokenInputs(*map(self._at, places), self._previous, self._memory.tables)
-        run = self._launch_chunks(inputs, *map(self._at, chunk_places), int(np.diff(starts).max()), int(contexts.max()))
-        if not len(sampled):
-            return None
-        logits = self._decoder.logits(run, self._at(sampled_place), self._workspace)
-        return PassLogits(logits, self._at(parameter_place))
+        chunks = _Chunks(*map(self._at, chunk_places), int(np.diff(starts).max()), int(contexts.max()))
+        logits = self._launch_chunks(inputs, chunks, self._at(sampled_place))
+        return PassLogits(logits, self._at(parameter_place)) if len(sampled) else None
 
     def _at(self, place: slice) -> Tensor:
         return self._memory.staging.device[place]
@@ -150,19 +147,28 @@ class CudaRunner:
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
             decode_attention.paged_decode(q, self._pages, layer, own_tables, contexts, self._memory.decode_splits, out)
 
-        run = self._decoder.forward(inputs, self._pages, attend, self._workspace)
-        self._decoder.logits(run, self._memory.every_row[:bucket], self._workspace)
+        self._decoder.logits(inputs, self._pages, attend, self._workspace, None)
 
-    def _launch_chunks(
-        self, inputs: TokenInputs, rows: Tensor, starts: Tensor, contexts: Tensor, max_queries: int, max_context: int
-    ) -> Activations:
-        tables = torch.index_select(self._memory.tables, 0, rows, out=self._memory.own_tables[: len(rows)])
+    def _launch_chunks(self, inputs: TokenInputs, chunks: _Chunks, sampled: Tensor) -> Tensor:
+        own_tables = self._memory.own_tables[: len(chunks.rows)]
+        tables = torch.index_select(self._memory.tables, 0, chunks.rows, out=own_tables)
 
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
-            where = (self._pages, layer, tables, starts, contexts, max_queries, max_context)
-            prefill_attention.paged_prefill(q, *where, out, self._memory.prefill_splits)
+            lengths = (chunks.starts, chunks.contexts, chunks.max_queries, chunks.max_context)
+            prefill_attention.paged_prefill(q, self._pages, layer, tables, *lengths, out, self._memory.prefill_splits)
 
-        return self._decoder.forward(inputs, self._pages, attend, self._workspace)
+        return self._decoder.logits(inputs, self._pages, attend, self._workspace, sampled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """int32 on the GPU: `rows` [C], their block tables; `starts` [C + 1] of their queries; `contexts` [C]."""
+
+    rows: Tensor
+    starts: Tensor
+    contexts: Tensor
+    max_queries: int
+    max_context: int
 
 
 class _RowInputs:

@@ -212,5 +212,5 @@ def _counts(spec: SampleSpec, vocab_size: int) -> dict[int, int]:
     counts: dict[int, int] = {}
     if spec.history is not None:
         counts = {**dict.fromkeys(spec.history, 0), **Counter(spec.history[spec.prompt_length :])}
-    counts.update(dict.fromkeys(spec.banned, sampling.BANNED))
+    counts.update(dict.fromkeys(spec.bans(vocab_size), sampling.BANNED))
     return {token: count for token, count in counts.items() if 0 <= token < vocab_size}

@@ -94,7 +94,7 @@ def _adjusted(row: Tensor, spec: SampleSpec) -> Tensor:
         counts = torch.tensor(list(counted.values()))
         row[made] -= sampling.frequency_penalty * counts + sampling.presence_penalty
     if spec.banned:
-        row[[token for token in spec.banned if 0 <= token < len(row)]] = -math.inf
+        row[list(spec.bans(len(row)))] = -math.inf
     return row
 
 

@@ -3,14 +3,14 @@
 Owns: the order of the kernels in a layer, the workspace. Does not know: requests, steps, CUDA graphs, how a linear
 multiplies (`cuda_linears`), or which attention a pass wants: that is a function that the caller passes in.
 
-The residual stream is fp32. What a layer adds to it is added by the norm that follows. Every call writes into the
-workspace and nowhere else, so that a pass can be captured in a graph, and passes must follow each other on one stream.
+The residual stream is fp32, and linears add to it. Every call writes into the workspace and nowhere else, so that a
+pass can be captured in a graph, and passes must follow each other on one stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,7 +51,6 @@ class Activations:
     qkv: Tensor  # [T, (H + 2G) * D]
     q: Tensor  # [T, H, D]
     attended: Tensor  # [T, H * D]
-    delta: Tensor  # [T, N], what the last layer adds to the residual
     gated: Tensor  # [T, W]
 
 
@@ -72,9 +71,12 @@ class Workspace:
         self._flat = {
             name: torch.empty(max_tokens * width, dtype=dtype, device=device) for name, width in _widths(config).items()
         }
-        gate_up = torch.empty(max_tokens * 2 * config.intermediate_size, dtype=dtype, device=device)
-        self.scratch = Scratch(torch.empty(scratch_elements, dtype=dtype, device=device), gate_up)
-        self.head_input = torch.empty(max_rows, config.hidden_size, dtype=dtype, device=device)
+        self.scratch = Scratch(
+            dense=torch.empty(scratch_elements, dtype=dtype, device=device),
+            gate_up=torch.empty(max_tokens * 2 * config.intermediate_size, dtype=dtype, device=device),
+        )
+        self._chosen_residual = torch.empty(max_rows, config.hidden_size, dtype=torch.float32, device=device)
+        self._chosen_attended = torch.empty(max_rows, config.num_heads * config.head_dim, dtype=dtype, device=device)
         self.logits = torch.empty(max_rows, _logits_stride(config), dtype=torch.float32, device=device)
 
     def activations(self, tokens: int) -> Activations:
@@ -84,6 +86,15 @@ class Workspace:
         q = parts["q"].view(tokens, self._config.num_heads, self._config.head_dim)
         return Activations(residual=self._residual[:tokens], q=q, **shaped)
 
+    def chosen(self, run: Activations, tokens: Tensor) -> Activations:
+        """Some `tokens` int32 [R] of a pass, in memory of their own, as the layer after attention wants them."""
+        count = len(tokens)
+        return replace(
+            self.activations(count),
+            residual=torch.index_select(run.residual, 0, tokens, out=self._chosen_residual[:count]),
+            attended=torch.index_select(run.attended, 0, tokens, out=self._chosen_attended[:count]),
+        )
+
 
 def _logits_stride(config: ModelConfig) -> int:
     """The vocabulary, rounded up so that rows of logits begin at multiples of 16 bytes."""
@@ -92,13 +103,12 @@ def _logits_stride(config: ModelConfig) -> int:
 
 def _widths(config: ModelConfig) -> dict[str, int]:
     """Elements a token of each of the activations in the compute dtype."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    heads = config.num_heads * config.head_dim
     return {
-        "normed": hidden,
+        "normed": config.hidden_size,
         "qkv": heads + 2 * config.num_kv_heads * config.head_dim,
         "q": heads,
         "attended": heads,
-        "delta": hidden,
         "gated": config.intermediate_size,
     }
 
@@ -131,42 +141,50 @@ class CudaDecoder:
     def _linears(self) -> list[CudaLinear]:
         return [linear for x in self._layers for linear in (x.qkv, x.attention_out, x.gate_up, x.down)]
 
-    def forward(self, tokens: TokenInputs, pages: KVPages, attend: Attend, workspace: Workspace) -> Activations:
-        """Run the tokens through all layers; their K and V go into the pool."""
-        config, eps, scratch = self.config, self.config.rms_norm_eps, workspace.scratch
+    def logits(
+        self, tokens: TokenInputs, pages: KVPages, attend: Attend, workspace: Workspace, chosen: Tensor | None
+    ) -> Tensor:
+        """Run the tokens through all layers; their K and V go into the pool.
+
+        Returns logits fp32 [R, V rounded up to 4], valid until the next call, of the tokens `chosen` int32 [R], which
+        may be none, or of all if it is None. Of the others nobody needs more than the last layer's K and V: there they
+        end.
+        """
+        eps, scratch = self.config.rms_norm_eps, workspace.scratch
         run = workspace.activations(len(tokens.ids))
         fused.embed(tokens.ids, tokens.source, tokens.previous, self._embedding, run.residual)
-        delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            fused.rms_norm(run.residual, layer.input_norm, eps, run.normed, add=delta)
+            fused.rms_norm(run.residual, layer.input_norm, eps, run.normed)
             layer.qkv(run.normed, run.qkv, scratch, biased=False)
-            fused.rope_and_write(
-                run.qkv,
-                layer.qkv.bias,
-                self._rotary,
-                tokens.positions,
-                tokens.sequences,
-                tokens.block_tables,
-                pages,
-                index,
-                config.num_heads,
-                run.q,
-            )
+            self._rope_and_write(index, tokens, pages, run)
+            rows = chosen if layer is self._layers[-1] else None
+            if rows is not None and not len(rows):
+                return workspace.logits[:0]
             attend(index, run.q, run.attended)
-            layer.attention_out(run.attended, run.delta, scratch)
-            fused.rms_norm(run.residual, layer.mlp_norm, eps, run.normed, add=run.delta)
+            if rows is not None:
+                run = workspace.chosen(run, rows)
+            layer.attention_out.add_to(run.residual, run.attended, scratch)
+            fused.rms_norm(run.residual, layer.mlp_norm, eps, run.normed)
             layer.gate_up.gated(run.normed, run.gated, scratch)
-            layer.down(run.gated, run.delta, scratch)
-            delta = run.delta
-        return run
-
-    def logits(self, run: Activations, rows: Tensor, workspace: Workspace) -> Tensor:
-        """fp32 [R, V rounded up to 4] of the tokens `rows` int32 [R] of a pass; valid until the next call."""
-        normed = workspace.head_input[: len(rows)]
-        logits = workspace.logits[: len(rows)]
-        fused.rms_norm_rows(run.residual, self._final_norm, self.config.rms_norm_eps, rows, normed, add=run.delta)
-        self._head(normed, logits[:, : self.config.vocab_size], workspace.scratch)
+            layer.down.add_to(run.residual, run.gated, scratch)
+        logits = workspace.logits[: len(run.residual)]
+        fused.rms_norm(run.residual, self._final_norm, eps, run.normed)
+        self._head(run.normed, logits[:, : self.config.vocab_size], scratch)
         return logits
+
+    def _rope_and_write(self, index: int, tokens: TokenInputs, pages: KVPages, run: Activations) -> None:
+        fused.rope_and_write(
+            run.qkv,
+            self._layers[index].qkv.bias,
+            self._rotary,
+            tokens.positions,
+            tokens.sequences,
+            tokens.block_tables,
+            pages,
+            index,
+            self.config.num_heads,
+            run.q,
+        )
 
 
 def load_cuda_decoder(

@@ -3,13 +3,13 @@
 Owns: which kernel multiplies how many rows, and the scratch memory that all linears share.
 Does not know: files, names of tensors, what a linear is for.
 
-Outputs are passed in, so that every call can be captured in a CUDA graph. In a matrix of gate and up their rows take
+All memory is passed in, so that every call can be captured in a CUDA graph. In a matrix of gate and up their rows take
 turns of 8: a kernel that has computed both finishes silu(gate) * up itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from .w4a16 import W4Weight
 GATE_UP_TURNS = 8
 # Up to how many rows of x each way of multiplying a four-bit matrix is the fastest, as measured on an H200: first
 # `w4_linear`, then `w4_wide`; a dense copy from there on, or, without one, `w4_wide` further and then dequantizing.
-LINEAR_MOST_ROWS = 16
+LINEAR_MOST_ROWS = 8
 WIDE_MOST_ROWS_BESIDE_DENSE = 96
 WIDE_MOST_ROWS = 512
 LINEAR_MOST_ROWS_WITHOUT_WIDE = 64
@@ -39,11 +39,30 @@ class Scratch:
 
 
 class PackedProduct(Protocol):
-    """out = x W^T + bias for a packed W; with `silu`, silu(gate) * up of it."""
+    """out = x W^T + bias for a packed W; with `silu`, silu(gate) * up of it; with `add`, out fp32 += it."""
 
     def __call__(
-        self, x: Tensor, matrix: w4.W4Matrix, out: Tensor, *, bias: Tensor | None = None, silu: bool = False
+        self,
+        x: Tensor,
+        matrix: w4.W4Matrix,
+        out: Tensor,
+        *,
+        bias: Tensor | None = None,
+        silu: bool = False,
+        add: bool = False,
     ) -> None: ...
+
+
+def packed_product(matrix: w4.W4Matrix, rows: int, has_dense: bool) -> PackedProduct | None:
+    """The kernel that multiplies so many rows with the packed matrix; None: a dense one is faster.
+
+    `has_dense`: there is a dense copy beside it.
+    """
+    wide = w4_wide.supports(matrix, rows)
+    if rows <= (LINEAR_MOST_ROWS if wide else LINEAR_MOST_ROWS_WITHOUT_WIDE):
+        return w4.w4_linear
+    most = WIDE_MOST_ROWS_BESIDE_DENSE if has_dense else WIDE_MOST_ROWS
+    return w4_wide.w4_wide_linear if wide and rows <= most else None
 
 
 class CudaLinear(Protocol):
@@ -66,6 +85,10 @@ class CudaLinear(Protocol):
 
     def gated(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         """out [m, n/2] = silu(gate) * up of y, for a matrix of gate and up."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
+        """residual fp32 [m, n] += y, which is not rounded before."""
         ...
 
 
@@ -96,6 +119,12 @@ class DenseCudaLinear:
         """See CudaLinear."""
         _gate_apart(self, x, out, scratch)
 
+    def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        _add_product(residual, x, self._weight)
+        if self.bias is not None:
+            residual.add_(self.bias)
+
 
 class W4CudaLinear:
     """A four-bit matrix, with a `dense` copy [n, k] for many rows of x, or dequantized in slices for each call."""
@@ -122,10 +151,8 @@ class W4CudaLinear:
         if packed is not None:
             packed(x, self._matrix, out, bias=bias)
             return
-        if self._dense is not None:
-            torch.mm(x, self._dense.t(), out=out)
-        else:
-            self._dequantizing(x, out, scratch)
+        for columns, dense in self._dense_parts(scratch):
+            torch.mm(x, dense.t(), out=out[:, columns])
         if bias is not None:
             out.add_(bias)
 
@@ -137,21 +164,30 @@ class W4CudaLinear:
         else:
             _gate_apart(self, x, out, scratch)
 
-    def _packed_product(self, rows: int) -> PackedProduct | None:
-        """The kernel that multiplies so many rows with the packed matrix; None: a dense one is faster."""
-        wide = w4_wide.supports(self._matrix, rows)
-        if rows <= (LINEAR_MOST_ROWS if wide else LINEAR_MOST_ROWS_WITHOUT_WIDE):
-            return w4.w4_linear
-        most = WIDE_MOST_ROWS if self._dense is None else WIDE_MOST_ROWS_BESIDE_DENSE
-        return w4_wide.w4_wide_linear if wide and rows <= most else None
+    def add_to(self, residual: Tensor, x: Tensor, scratch: Scratch) -> None:
+        """See CudaLinear."""
+        packed = self._packed_product(len(x))
+        if packed is not None:
+            packed(x, self._matrix, residual, bias=self.bias, add=True)
+            return
+        for columns, dense in self._dense_parts(scratch):
+            _add_product(residual[:, columns], x, dense)
+        if self.bias is not None:
+            residual.add_(self.bias)
 
-    def _dequantizing(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        column = 0
+    def _packed_product(self, rows: int) -> PackedProduct | None:
+        return packed_product(self._matrix, rows, has_dense=self._dense is not None)
+
+    def _dense_parts(self, scratch: Scratch) -> Iterator[tuple[slice, Tensor]]:
+        """The matrix in 16 bits, some rows [n', k] at a time: which columns of y they make, and their values."""
+        if self._dense is not None:
+            yield slice(0, self.n), self._dense
+        first = 0
         for part in self._slices:
             dense = scratch.dense[: part.n * part.k].view(part.n, part.k)
             w4.w4_dequantize(part, dense)
-            torch.mm(x, dense.t(), out=out[:, column : column + part.n])
-            column += part.n
+            yield slice(first, first + part.n), dense
+            first += part.n
 
 
 def _gate_apart(linear: CudaLinear, x: Tensor, out: Tensor, scratch: Scratch) -> None:
@@ -159,6 +195,11 @@ def _gate_apart(linear: CudaLinear, x: Tensor, out: Tensor, scratch: Scratch) ->
     gate_up = scratch.gate_up[: len(x) * linear.n].view(len(x), linear.n)
     linear(x, gate_up, scratch)
     fused.silu_multiply(gate_up, out)
+
+
+def _add_product(residual: Tensor, x: Tensor, weight: Tensor) -> None:
+    """residual fp32 += x weight^T, without rounding in between."""
+    torch.addmm(residual, x, weight.t(), out_dtype=torch.float32, out=residual)
 
 
 def _slices(matrix: w4.W4Matrix) -> Sequence[w4.W4Matrix]:

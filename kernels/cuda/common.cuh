@@ -33,9 +33,14 @@ __device__ __forceinline__ float2 to_float2(__nv_bfloat162 x) { return __bfloat1
 template <typename To> __device__ __forceinline__ To from_float(float x);
 // fp16 saturates at its largest finite value: a finite number never becomes an infinity on the way.
 template <> __device__ __forceinline__ __half from_float<__half>(float x) {
-    return __float2half_rn(x > 65504.f ? (x > 3.4028234e38f ? x : 65504.f) : (x < -65504.f ? (x < -3.4028234e38f ? x : -65504.f) : x));
+    constexpr float LARGEST = 65504.f, LARGEST_FLOAT = 3.4028234e38f;
+    return __float2half_rn(x > LARGEST    ? (x > LARGEST_FLOAT ? x : LARGEST)
+                           : x < -LARGEST ? (x < -LARGEST_FLOAT ? x : -LARGEST)
+                                          : x);
 }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
 
 // 8 neighbouring activations, 16 bytes, to and from fp32.
 __device__ __forceinline__ void unpack8(const uint4 &bits, float (&values)[8]) {

@@ -6,10 +6,12 @@
 // Which dimension is which step of a product, and which token which row, is free. It is chosen so that every lane
 // loads its own fragments from global memory, in pieces of up to 16 bytes that fill whole sectors; nothing is staged.
 //
-// The grid is fixed: its blocks take work items (sequence, split, KV head) in turn. The warps of a block take the steps
-// of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the next item are
-// on their way. Splits of a sequence are merged in a tree of fixed shape, each node by the block that ends last in it.
-// So a result depends on the sequence and on split_tokens, and on nothing else.
+// A work item is a part of a sequence's tokens for one KV head. The grid is fixed: a block begins with the item of its
+// own number. After that it either takes every gridDim.x-th item, so that it knows the next one from the start, or,
+// where the plan says so because items are of unequal length, claims one whenever it ends. The warps of a block take
+// the steps of an item in turn and keep a softmax each; these are merged at the item's end, while K and V of the next
+// item are on their way. Parts of a sequence are merged in a tree of fixed shape, each node by the block that ends last
+// in it. So a result depends on the sequence and on how it is cut, and on nothing else.
 //
 // Macros, besides those of the headers: HEAD_DIM; HEAD_TILES, eights of query heads in an item; WARPS of a block and
 // BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time.
@@ -26,7 +28,8 @@ constexpr int STRIDE = WARPS * STEP;  // tokens from a warp's step to its next
 constexpr int PRODUCT_STEPS = D / 16;  // of Q K
 constexpr int OUTPUT_TILES = D / 16;   // of O^T, 16 dimensions each
 constexpr int WORDS_PER_STEP = 2 / PAIRS_PER_WORD;
-constexpr int FAN = 8;  // parts that a node of the tree merges
+constexpr int FAN = 16;  // parts that a node of the tree merges
+constexpr int LOADED_PARTS = 8;  // of them at a time
 
 // In K, lane 4g + t reads pieces t, t + 4, ... of the rows 2g and 2g + 1 of a tile; in V, pieces g, g + 8, ... of the
 // rows 4t to 4t + 3. A run is a piece's elements.
@@ -42,19 +45,21 @@ struct Arguments {
     const Activation *q;  // [batch, num_heads, D]
     const uint8 *pool;
     const int *block_tables;  // [batch, max_blocks]
-    const int *context_lens;  // [batch]
-    const int *plan;          // split_tokens; [batch + 1] the splits before a sequence; [splits] a split's sequence
-    float *partials;          // [slots, HEADS, D]: what an item of several splits has gathered
+    const int *plan;          // [1 + most_parts, 6]: how many parts there are, and whether blocks claim items; then,
+                              // part by part, what `Item` says
+    float *partials;          // [slots, HEADS, D]: what an item of several parts has gathered
     float2 *statistics;       // [slots, HEADS]: its largest score, and the sum of weights relative to that
-    int *counters;            // [slots]: how many parts of a node have ended
+    int *counters;            // [1 + slots]: how many items have been claimed; how many children of a node have ended
     Activation *out;          // as q
-    int batch, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
+    int batch, most_parts, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
+    int ahead;    // tiles of a warp that are brought into the L2 cache before the previous kernel has ended
     float scale;  // includes log2(e)
 };
 
-// One block's work: `heads` query heads from `first_head` on, over the tokens [begin, end) of a sequence.
+// One block's work: `heads` query heads from `first_head` on, over the tokens [begin, end) of a sequence, which are its
+// part number `part` of `parts`. `slot` is that of the sequence's first part; the next parts' are `groups` apart.
 struct Item {
-    int sequence, split, splits, slot, groups;
+    int number, sequence, part, parts, slot, groups;
     int kv_head, first_head, heads;
     int begin, end;
 };
@@ -80,6 +85,19 @@ template <int BYTES> __device__ __forceinline__ void load(uint32 *words, const u
     }
 }
 
+constexpr int NOT_CLAIMED = -2, BEING_CLAIMED = -1;
+
+struct Shared {
+    float2 statistics[WARPS][HEADS];
+    alignas(16) float output[WARPS][HEADS][D + 4];  // + 4 spreads the heads over the banks
+    // Of each warp the item at hand and the next one: registers are for K and V.
+    Item item[WARPS], next[WARPS];
+    int items;
+    bool claims;
+    int claimed;  // the block's next item, or one of the two above
+    bool is_last;
+};
+
 // ---- Work items -----------------------------------------------------------------------------------------------------
 
 // Parts of a KV head's query heads that are items of their own; more than one where they are many.
@@ -88,27 +106,26 @@ __device__ __forceinline__ int count_chunks(const Arguments &arguments) {
 }
 
 __device__ __forceinline__ int count_items(const Arguments &arguments) {
-    return arguments.plan[1 + arguments.batch] * arguments.num_kv_heads * count_chunks(arguments);
+    return arguments.plan[0] * arguments.num_kv_heads * count_chunks(arguments);
 }
 
-// The item of that number, or one without tokens beyond the last.
+// The item of that number, or one without tokens beyond the last. Its part is looked up before `items` must be known.
 __device__ __forceinline__ Item find_item(const Arguments &arguments, int index, int items) {
     Item item = {};
-    if (index >= items) return item;
     const int group_heads = arguments.num_heads / arguments.num_kv_heads, chunks = count_chunks(arguments);
-    item.slot = index;
     item.groups = arguments.num_kv_heads * chunks;
     const int unit = index / item.groups, group = index - unit * item.groups;
-    const int *starts = arguments.plan + 1, *sequences = starts + arguments.batch + 1;
-    item.sequence = sequences[unit];
-    item.split = unit - starts[item.sequence];
-    item.splits = starts[item.sequence + 1] - starts[item.sequence];
+    const int2 *part = reinterpret_cast<const int2 *>(arguments.plan) + 3 * (1 + min(unit, arguments.most_parts - 1));
+    const int2 first = part[0], second = part[1], tokens = part[2];
+    if (index >= items) return item;
+    item.number = index;
+    item.sequence = first.x, item.part = first.y, item.parts = second.x;
+    item.slot = second.y * item.groups + group;
+    item.begin = tokens.x, item.end = tokens.y;
     item.kv_head = group / chunks;
-    const int first = (group - item.kv_head * chunks) * HEADS;
-    item.first_head = item.kv_head * group_heads + first;
-    item.heads = min(HEADS, group_heads - first);
-    item.begin = item.split * arguments.plan[0];
-    item.end = min(arguments.context_lens[item.sequence], item.begin + arguments.plan[0]);
+    const int first_head = (group - item.kv_head * chunks) * HEADS;
+    item.first_head = item.kv_head * group_heads + first_head;
+    item.heads = min(HEADS, group_heads - first_head);
     return item;
 }
 
@@ -126,19 +143,21 @@ __device__ __forceinline__ int value_offset(const Arguments &arguments) {
     return arguments.num_kv_heads * plane_bytes(arguments.block_size, D);
 }
 
-// The tiles of a step. Those past the sequence's end are its last one again, so that all may be loaded.
+__device__ __forceinline__ Tile find_tile(const Arguments &arguments, int sequence, int kv_head, uint32 token) {
+    const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
+    const uint32 block = token / static_cast<uint32>(arguments.block_size);
+    const uint32 row = token - block * arguments.block_size;
+    const uint8 *plane = arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes +
+                         arguments.layer_offset + kv_head * plane_bytes(arguments.block_size, D);
+    return {plane + row * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * row};
+}
+
+// The tiles of a step. Those past the item's end are its last one again, so that all may be loaded.
 __device__ __forceinline__ void find_tiles(Tile (&tiles)[TILES], const Arguments &arguments, int sequence, int kv_head,
                                            int token, int end) {
-    const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-        const uint32 inside = min(token + TILE * i, (end - 1) & -TILE);
-        const uint32 block = inside / static_cast<uint32>(arguments.block_size);
-        const uint32 row = inside - block * arguments.block_size;
-        const uint8 *plane = arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes +
-                             arguments.layer_offset + kv_head * plane_bytes(arguments.block_size, D);
-        tiles[i] = {plane + row * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * row};
-    }
+    for (int i = 0; i < TILES; i++)
+        tiles[i] = find_tile(arguments, sequence, kv_head, min(token + TILE * i, (end - 1) & -TILE));
 }
 
 // The part of K and V that a lane holds. Scales are those of its two score rows, for K and for V.
@@ -185,15 +204,21 @@ __device__ __forceinline__ void load_values(Values &values, const Tile (&tiles)[
     }
 }
 
-// Brings tiles into the L2 cache, which is right at any time: what is written later is written there.
-__device__ __forceinline__ void prefetch(const Tile (&tiles)[TILES], int offset) {
-#pragma unroll
-    for (int i = 0; i < TILES; i++) {
-        for (int line = threadIdx.x % WARP * 128; line < TILE * ROW_BYTES; line += WARP * 128) {
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + line));
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(tiles[i].keys + offset + line));
-        }
+// Brings the warp's first tiles, from number `first` on, into the L2 cache, a lane each. This is right at any time:
+// what is written later is written there.
+__device__ __forceinline__ void prefetch(const Arguments &arguments, const Item &item, int first) {
+#if __CUDA_ARCH__ >= 900
+    const int tile = threadIdx.x % WARP;
+    const int token = first_token(item) + tile / TILES * STRIDE + tile % TILES * TILE;
+    if (tile < first || tile >= arguments.ahead || token >= item.end) return;
+    const Tile found = find_tile(arguments, item.sequence, item.kv_head, token);
+    const int offset = value_offset(arguments);
+    for (int i = 0; i < 2; i++) {
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(found.keys + i * offset),
+                     "r"(TILE * ROW_BYTES));
+        if constexpr (KV_SCALED) asm volatile("prefetch.global.L2 [%0];" ::"l"(found.scales + i * offset));
     }
+#endif
 }
 
 // ---- Queries --------------------------------------------------------------------------------------------------------
@@ -416,22 +441,58 @@ __device__ __forceinline__ void multiply_values(Gathered &gathered, const Weight
     }
 }
 
-// A warp's steps of an item, of which the first is in `keys` and `values`, or on its way there. Leaves the first of
-// `next` there: as soon as a step's K or V is consumed, that of the step after it is asked for.
-__device__ __forceinline__ void attend(Gathered &gathered, Keys &keys, Values &values, const Queries &queries,
-                                       const Arguments &arguments, const Item &item, const Item &next) {
-    if (first_token(item) >= item.end && first_token(next) < next.end) {
-        Tile tiles[TILES];
-        find_tiles(tiles, arguments, next.sequence, next.kv_head, first_token(next), next.end);
-        load_keys(keys, tiles);
-        load_values(values, tiles, value_offset(arguments));
+// The number of the block's next item, claimed once by the first warp to ask, for all.
+__device__ __forceinline__ int claim(Shared &shared, const Arguments &arguments) {
+    int number;
+    if (threadIdx.x % WARP == 0) {
+        if (atomicCAS(&shared.claimed, NOT_CLAIMED, BEING_CLAIMED) == NOT_CLAIMED) {
+            const int before = atomicAdd(arguments.counters, 1);
+            if (before == shared.items - 1) *arguments.counters = 0;  // every item's end has claimed: this is the last
+            atomicExch(&shared.claimed, before + gridDim.x);
+        }
+        while ((number = atomicOr(&shared.claimed, 0)) < 0) {}
     }
+    return __shfl_sync(0xffffffffu, number, 0);
+}
+
+// Keeps one of the calling warp's items. What lies there is no longer read.
+__device__ __forceinline__ void keep(Item (&items)[WARPS], const Item &item) {
+    if (threadIdx.x % WARP == 0) items[threadIdx.x / WARP] = item;
+    __syncwarp();
+}
+
+// The block's next item. Where items are claimed, this is when.
+__device__ __forceinline__ const Item &find_next(Shared &shared, const Arguments &arguments) {
+    if (shared.claims) keep(shared.next, find_item(arguments, claim(shared, arguments), shared.items));
+    return shared.next[threadIdx.x / WARP];
+}
+
+__device__ __forceinline__ void load_step(Keys &keys, Values &values, const Arguments &arguments,
+                                          const Tile (&tiles)[TILES]) {
+    load_keys(keys, tiles);
+    load_values(values, tiles, value_offset(arguments));
+}
+
+// Loads a warp's first step of an item, unless there is none.
+__device__ __forceinline__ void load_first(Keys &keys, Values &values, const Arguments &arguments, const Item &item) {
+    if (first_token(item) >= item.end) return;
+    Tile tiles[TILES];
+    find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
+    load_step(keys, values, arguments, tiles);
+}
+
+// A warp's steps of an item, of which the first is in `keys` and `values`, or on its way there. Leaves the first of the
+// next item there: as soon as a step's K or V is consumed, that of the step after it is asked for.
+__device__ __forceinline__ void attend(Shared &shared, Gathered &gathered, Keys &keys, Values &values,
+                                       const Queries &queries, const Arguments &arguments, const Item &item) {
+    if (first_token(item) >= item.end) load_first(keys, values, arguments, find_next(shared, arguments));
 #pragma unroll 1
     for (int token = first_token(item); token < item.end; token += STRIDE) {
         const int remaining = item.end - token;
         const bool goes_on = remaining > STRIDE;
-        const int ahead = goes_on ? token + STRIDE : first_token(next), end = goes_on ? item.end : next.end;
-        const int sequence = goes_on ? item.sequence : next.sequence, kv_head = goes_on ? item.kv_head : next.kv_head;
+        const Item &after = goes_on ? item : find_next(shared, arguments);
+        const int ahead = goes_on ? token + STRIDE : first_token(after);
+        const int end = after.end, sequence = after.sequence, kv_head = after.kv_head;
         const bool loads = ahead < end;
         Tile tiles[TILES];
         if (loads) find_tiles(tiles, arguments, sequence, kv_head, ahead, end);
@@ -495,12 +556,6 @@ __device__ __forceinline__ Part load_partial(const Arguments &arguments, int slo
             __ldcg(arguments.statistics + row)};
 }
 
-struct Shared {
-    float2 statistics[WARPS][HEADS];
-    alignas(16) float output[WARPS][HEADS][D + 4];  // + 4 spreads the heads over the banks
-    bool is_last;
-};
-
 __device__ __forceinline__ void share(Shared &shared, Gathered &gathered) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -521,7 +576,7 @@ __device__ __forceinline__ void share(Shared &shared, Gathered &gathered) {
     __syncthreads();
 }
 
-// The item's result from its warps' parts: output, or for one split of several a partial.
+// The item's result from its warps' parts: output, or for one part of several a partial.
 __device__ __forceinline__ void merge_warps(const Shared &shared, const Arguments &arguments, const Item &item) {
     for (int unit = threadIdx.x; unit < item.heads * D / 4; unit += THREADS) {
         const int head = unit / (D / 4), dim = unit % (D / 4) * 4;
@@ -530,10 +585,10 @@ __device__ __forceinline__ void merge_warps(const Shared &shared, const Argument
         for (int warp = 0; warp < WARPS; warp++)
             parts[warp] = {*reinterpret_cast<const float4 *>(&shared.output[warp][head][dim]),
                            shared.statistics[warp][head]};
-        if (item.splits == 1) {
+        if (item.parts == 1) {
             store_output(arguments, item, head, dim, merge(parts));
         } else {
-            store_partial(arguments, item.slot, head, dim, merge(parts));
+            store_partial(arguments, item.slot + item.part * item.groups, head, dim, merge(parts));
         }
     }
 }
@@ -552,29 +607,35 @@ __device__ __forceinline__ bool comes_last(Shared &shared, int *counter, int cou
     return shared.is_last;
 }
 
-// From a split's partial up the tree to the output. A node's partial lies in the slot of its first split; the counter
-// of a node of level l is that of the l-th split after it, which no other node counts with.
-__device__ __forceinline__ void merge_splits(Shared &shared, const Arguments &arguments, const Item &item) {
-    const int slot_of_sequence = item.slot - item.split * item.groups;
+// From an item's partial up the tree to the output. A node's partial lies in the slot of its first part; the counter
+// of a node of level l is that of the l-th part after it, which no other node counts with.
+__device__ __forceinline__ void merge_parts(Shared &shared, const Arguments &arguments, const Item &item) {
 #pragma unroll 1
-    for (int level = 1, reach = 1; reach < item.splits; level++, reach *= FAN) {
-        const int first = item.split / (reach * FAN) * (reach * FAN);
-        const int children = min(FAN, ceil_divide(item.splits - first, reach));
+    for (int level = 1, reach = 1; reach < item.parts; level++, reach *= FAN) {
+        const int first = item.part / (reach * FAN) * (reach * FAN);
+        const int children = min(FAN, ceil_divide(item.parts - first, reach));
         if (children == 1) continue;
-        const int slot = slot_of_sequence + first * item.groups;
-        if (!comes_last(shared, arguments.counters + slot + level * item.groups, children)) return;
+        const int slot = item.slot + first * item.groups;
+        if (!comes_last(shared, arguments.counters + 1 + slot + level * item.groups, children)) return;
         for (int unit = threadIdx.x; unit < item.heads * D / 4; unit += THREADS) {
             const int head = unit / (D / 4), dim = unit % (D / 4) * 4;
-            Part parts[FAN];
+            Part merged = {{0.f, 0.f, 0.f, 0.f}, {LOWEST, 0.f}};
+#pragma unroll 1
+            for (int first_child = 0; first_child < children; first_child += LOADED_PARTS) {
+                Part parts[1 + LOADED_PARTS] = {merged};
 #pragma unroll
-            for (int i = 0; i < FAN; i++) {
-                parts[i] = {{0.f, 0.f, 0.f, 0.f}, {LOWEST, 0.f}};
-                if (i < children) parts[i] = load_partial(arguments, slot + i * reach * item.groups, head, dim);
+                for (int i = 0; i < LOADED_PARTS; i++) {
+                    const int child = first_child + i;
+                    parts[1 + i] = {{0.f, 0.f, 0.f, 0.f}, {LOWEST, 0.f}};
+                    if (child < children)
+                        parts[1 + i] = load_partial(arguments, slot + child * reach * item.groups, head, dim);
+                }
+                merged = merge(parts);
             }
-            if (reach * FAN >= item.splits) {
-                store_output(arguments, item, head, dim, merge(parts));
+            if (reach * FAN >= item.parts) {
+                store_output(arguments, item, head, dim, merged);
             } else {
-                store_partial(arguments, slot, head, dim, merge(parts));
+                store_partial(arguments, slot, head, dim, merged);
             }
         }
     }
@@ -582,51 +643,51 @@ __device__ __forceinline__ void merge_splits(Shared &shared, const Arguments &ar
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments,
-                                             const Item &item, const Item &next) {
+// `shared` has the item, and afterwards the next one.
+__device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments) {
+    const Item &item = shared.item[threadIdx.x / WARP];
     Queries queries;
     load_queries(queries, arguments, item);
+    if (!shared.claims) keep(shared.next, find_item(arguments, item.number + gridDim.x, shared.items));
     Gathered gathered = {};
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; i++) gathered.largest[i / 2][i % 2] = LOWEST;
-    attend(gathered, keys, values, queries, arguments, item, next);
+    attend(shared, gathered, keys, values, queries, arguments, item);
     share(shared, gathered);
+    if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;  // all warps know the next item
     merge_warps(shared, arguments, item);
-    if (item.splits > 1) merge_splits(shared, arguments, item);
+    if (item.parts > 1) merge_parts(shared, arguments, item);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *context_lens,
-                 const int *plan, float *partials, float2 *statistics, int *counters, Activation *out, int batch,
-                 int max_blocks, int num_heads, int num_kv_heads, int block_size, int block_bytes, int layer_offset,
+    paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *plan, float *partials,
+                 float2 *statistics, int *counters, Activation *out, int batch, int most_parts, int max_blocks,
+                 int num_heads, int num_kv_heads, int block_size, int block_bytes, int layer_offset, int ahead,
                  float scale) {
     let_next_kernel_start();
-    const Arguments arguments = {q,           pool,      block_tables, context_lens, plan,        partials,
-                                 statistics,  counters,  out,          batch,        max_blocks,  num_heads,
-                                 num_kv_heads, block_size, block_bytes, layer_offset, scale};
+    const Arguments arguments = {q,          pool,       block_tables, plan,      partials,     statistics,
+                                 counters,   out,        batch,        most_parts, max_blocks,  num_heads,
+                                 num_kv_heads, block_size, block_bytes, layer_offset, ahead,    scale};
     __shared__ Shared shared;
     const int items = count_items(arguments);
-    int index = blockIdx.x;
-    Item item = find_item(arguments, index, items);
-    const bool loads = first_token(item) < item.end;
+    const Item item = find_item(arguments, blockIdx.x, items);
+    if (threadIdx.x == 0) shared.items = items, shared.claims = plan[1] != 0, shared.claimed = NOT_CLAIMED;
+    // The previous kernel writes at most a token of each row. What it does not write is loaded before it has ended.
+    const bool loads = first_token(item) < item.end, early = first_token(item) + STEP <= item.end - batch;
     Tile tiles[TILES];
-    if (loads) {
-        find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
-        prefetch(tiles, value_offset(arguments));
-    }
-    wait_for_previous_kernel();
+    if (loads) find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
     Keys keys;
     Values values;
-    if (loads) {
-        load_keys(keys, tiles);
-        load_values(values, tiles, value_offset(arguments));
-    }
+    if (loads && early) load_step(keys, values, arguments, tiles);
+    prefetch(arguments, item, early ? TILES : 0);
+    wait_for_previous_kernel();
+    if (loads && !early) load_step(keys, values, arguments, tiles);
+    keep(shared.item, item);
+    __syncthreads();
 #pragma unroll 1
-    while (index < items) {
-        index += gridDim.x;
-        const Item next = find_item(arguments, index, items);
-        compute_item(shared, keys, values, arguments, item, next);
-        if (index < items) __syncthreads();  // before the next item writes to shared memory
-        item = next;
+    while (shared.item[threadIdx.x / WARP].heads > 0) {
+        compute_item(shared, keys, values, arguments);
+        __syncthreads();  // before the next item writes to shared memory
+        keep(shared.item, shared.next[threadIdx.x / WARP]);
     }
 }

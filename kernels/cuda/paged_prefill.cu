@@ -1,14 +1,15 @@
 // Causal attention of prompt chunks over the paged pool: one pass over the keys with a running softmax.
 //
-// A block owns ROWS query rows of one sequence and one KV head, and walks over that sequence's keys, KEYS at a time. Row
-// r of a sequence is query head r % ratio of the group at token r / ratio of the chunk: a group reads its K and V once.
-// K and V come asynchronously, one step ahead; formats of one byte land as they are stored and are converted once per
-// block. Scores and sums are fp32, the products' operands KVValue (kv_read.cuh).
+// A block owns ROWS query rows of one sequence and one KV head, and walks over that sequence's keys, KEYS at a time.
+// Row r of a sequence is query head r % ratio of the group at token r / ratio of the chunk: a group reads its K and V
+// once. K and V come asynchronously, one step ahead; formats of one byte land as they are stored and are converted once
+// per block. Scores and sums are fp32, the products' operands KVValue (kv_read.cuh).
 //
-// Grid (tiles * KV heads, splits): `tiles` bounds the sequences' tiles from above, blocks without one exit. With splits,
-// the blocks of a tile share its keys and leave parts for paged_prefill_merge.
+// Grid (tiles * KV heads, splits): `tiles` bounds the sequences' tiles from above, blocks without one exit. With
+// splits, the blocks of a tile share its keys and leave parts for paged_prefill_merge.
 //
-// Macros: ACTIVATION_BF16, KV_FORMAT, HEAD_DIM, WARPS, ROWS_PER_WARP (16 or 32), KEYS (a multiple of 16), BLOCKS_PER_SM.
+// Macros: ACTIVATION_BF16, KV_FORMAT, HEAD_DIM, WARPS, ROWS_PER_WARP (16 or 32), KEYS (a multiple of 16),
+// BLOCKS_PER_SM.
 #include "common.cuh"
 #include "kv_read.cuh"
 #include "mma.cuh"
@@ -87,15 +88,15 @@ __device__ __forceinline__ uint32 place(uint32 row, uint32 chunk) {
     return row * ROW_BYTES + (chunk ^ shuffle_of(row)) * 16;
 }
 
-// The thread, read anew at every call: addresses that follow from it are computed again where they are used, rather than
-// kept in registers.
+// The thread, read anew at every call: addresses that follow from it are computed again where they are used, rather
+// than kept in registers.
 __device__ __forceinline__ uint32 thread_now() {
     uint32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
 
-// Where a lane finds its row for ldmatrix: chunk 2 * step + half of its row, and of those `rows` (multiples of 8) below.
+// Where a lane finds its row for ldmatrix: chunk 2 * step + half of its row, and of the one `rows` (8 n) below.
 struct LaneRow {
     const uint8 *start;
     uint32 twist;
@@ -115,8 +116,8 @@ __device__ __forceinline__ void copy_async(uint8 *to, const uint8 *from, int byt
 
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// The block's tile, for a whole warp: sequences in their order, in each the latest tile, which has the most keys, first.
-// False when there are fewer tiles than `wanted`.
+// The block's tile, for a whole warp: sequences in their order, in each the latest tile, which has the most keys,
+// first. False when there are fewer tiles than `wanted`.
 __device__ bool find_tile(const int *query_starts, int num_sequences, int wanted, Work &work) {
     const int lane = threadIdx.x % WARP;
     for (int first = 0; first < num_sequences; first += WARP) {
@@ -441,7 +442,7 @@ __device__ void write_rows(Activation *out, uint8 *tile, const Running &running,
     }
 }
 
-// The rows' parts: `parts` fp32 [T, H, HEAD_DIM], each divided by its weight, and log2 of the weight in `levels` [T, H].
+// The rows' parts: `parts` fp32 [T, H, HEAD_DIM], each divided by its weight, and log2 of the weight: `levels` [T, H].
 __device__ void write_parts(float *parts, float *levels, const Running &running, const Work &work, int first_row,
                             int num_heads) {
     const int lane = threadIdx.x % WARP;

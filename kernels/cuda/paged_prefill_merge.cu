@@ -1,6 +1,6 @@
 // The parts that paged_prefill's splits left of each query row, merged. Parts fp32 [splits, T, H, HEAD_DIM], levels
-// [splits, T, H]: log2 of what a part was divided by, -inf where there is none. A block takes blockDim.y rows of T * H, a
-// thread 4 columns. Macros: ACTIVATION_BF16, HEAD_DIM.
+// [splits, T, H]: log2 of what a part was divided by, -inf where there is none. A block takes blockDim.y rows of T * H,
+// a thread 4 columns. Macros: ACTIVATION_BF16, HEAD_DIM.
 #include "common.cuh"
 
 extern "C" __global__ void paged_prefill_merge(const float4 *parts, const float *levels, const int *query_starts,

@@ -74,8 +74,8 @@ __device__ __forceinline__ uint64 drawn_rank(float distance, int token, uint64 s
     return rank(gumbel_score(-distance, uniform_of(stream, token)), token);
 }
 
-// visit(token, distance) for every candidate of the row; distance >= 0 is log(likeliest / candidate). A thread has LOADS
-// loads of 16 bytes in flight, as many as its registers allow.
+// visit(token, distance) for every candidate of the row; distance >= 0 is log(likeliest / candidate). A thread has
+// LOADS loads of 16 bytes in flight, as many as its registers allow.
 template <int LOADS, typename Visit> __device__ __forceinline__ void visit_row(const Row &row, Visit visit) {
     constexpr int STRIDE = 4 * THREADS;
     for (int first = 4 * threadIdx.x; first < row.vocab_size; first += LOADS * STRIDE) {

@@ -55,6 +55,18 @@ template <typename Place> __device__ __forceinline__ void barrier_wait(Place bar
     } while (!done);
 }
 
+// The same for what other blocks of the cluster have sent.
+template <typename Place> __device__ __forceinline__ void barrier_wait_cluster(Place barrier, uint32 parity) {
+    uint32 done;
+    do {
+        asm volatile(
+            "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+            : "=r"(done)
+            : "r"(shared_address(barrier)), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
 // The box of a two-dimensional tensor whose first element is (row, column); what lies outside of the tensor is zero.
 template <typename To, typename Place>
 __device__ __forceinline__ void copy_box(To to, const TensorMap &map, int column, int row, Place barrier) {
@@ -80,7 +92,7 @@ __device__ __forceinline__ void prefetch_map(const TensorMap &map) {
 }
 
 // All threads of the cluster meet: what was written before one's arrival is seen after another's wait. A relaxed arrival
-// shows nothing of its own, but what fence_barrier_init has shown.
+// shows nothing of its own, but what fence_barrier_init has shown; the other one waits for all writes, which takes long.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -96,4 +108,14 @@ template <typename Place> __device__ __forceinline__ float4 read_remote(Place pl
         : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
         : "r"(shared_address(place)), "r"(rank));
     return value;
+}
+
+// 16 bytes to the same place in block `rank`'s shared memory, told to the barrier at the same place there.
+template <typename Place, typename Told> __device__ __forceinline__ void send(Place place, float4 value, Told barrier, uint32 rank) {
+    asm volatile(
+        "{.reg .b32 there, told; mapa.shared::cluster.u32 there, %0, %6; mapa.shared::cluster.u32 told, %5, %6;"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%1, %2, %3, %4}, [told];}" ::"r"(
+            shared_address(place)),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(shared_address(barrier)), "r"(rank)
+        : "memory");
 }

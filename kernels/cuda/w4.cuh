@@ -1,7 +1,7 @@
 // Four-bit weights in the packed layout of kernels/w4.py, for everything that multiplies them with tensor cores.
 //
 // A unit is 16 rows x 64 k: 32 lanes x 16 bytes. Word j of a lane holds its A fragment of mma.m16n8k16 (and of wgmma)
-// for k-step j: pairs of neighbouring k, the first k of a pair in the low half. Nibbles 0 and 4 are register a0, nibbles
+// for k-step j: pairs of neighbouring k, the first k of a pair in the low half. Nibbles 0 and 4 are register a0,
 // 1 and 5 a1, 2 and 6 a2, 3 and 7 a3. A scale entry is half2 (s, z), the weight is (q - 8) * s + z.
 #pragma once
 
@@ -19,7 +19,8 @@ struct RowScales {
 };
 
 __device__ __forceinline__ RowScales unpack_scales(uint2 bits) {
-    return {__half22float2(*reinterpret_cast<const __half2 *>(&bits.x)), __half22float2(*reinterpret_cast<const __half2 *>(&bits.y))};
+    return {__half22float2(*reinterpret_cast<const __half2 *>(&bits.x)),
+            __half22float2(*reinterpret_cast<const __half2 *>(&bits.y))};
 }
 
 // (bits & mask) | magic in one instruction.
@@ -58,7 +59,7 @@ __device__ __forceinline__ void codes_to_fragment(uint32 word, uint32 (&a)[4]) {
 }
 
 // The same four registers without arithmetic, for products whose fp32 sums are scaled afterwards: a pair holds
-// CODE_SCALE(i) * q + CODE_OFFSET exactly. In fp16 the codes are subnormal numbers as they stand; tensor cores take those.
+// CODE_SCALE(i) * q + CODE_OFFSET exactly. In fp16 the codes as they stand are subnormal: tensor cores take those.
 __device__ __forceinline__ void codes_to_raw_fragment(uint32 word, uint32 (&a)[4]) {
 #if ACTIVATION_BF16
 #pragma unroll

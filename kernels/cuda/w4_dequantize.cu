@@ -8,7 +8,8 @@ constexpr int WARPS = 8;
 constexpr int ROW_PAIRS = UNIT_K / 2 + 4;  // pairs of values; the padding keeps both accesses free of bank conflicts
 
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
-w4_dequantize(const uint4 *codes, const uint2 *scales, Activation *out, int n, int k, int units, int groups, int group_shift) {
+w4_dequantize(const uint4 *codes, const uint2 *scales, Activation *out, int n, int k, int units, int groups,
+              int group_shift) {
     let_next_kernel_start();
     __shared__ __align__(16) Activation2 rows[WARPS][UNIT_ROWS][ROW_PAIRS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -38,6 +39,7 @@ w4_dequantize(const uint4 *codes, const uint2 *scales, Activation *out, int n, i
     for (int i = 0; i < UNIT_ROWS / 4; i++) {
         const int row = i * 4 + lane / 8, column = unit * UNIT_K + lane % 8 * 8;
         if (tile * UNIT_ROWS + row < n && column < k)
-            *reinterpret_cast<uint4 *>(out + size_t(tile * UNIT_ROWS + row) * k + column) = *reinterpret_cast<const uint4 *>(&rows[warp][row][lane % 8 * 4]);
+            *reinterpret_cast<uint4 *>(out + size_t(tile * UNIT_ROWS + row) * k + column) =
+                *reinterpret_cast<const uint4 *>(&rows[warp][row][lane % 8 * 4]);
     }
 }

@@ -1,18 +1,24 @@
 // out = x W^T (+ bias, or silu(gate) * up) for few rows of x, here called tokens, and W in four bits (w4.cuh).
 //
-// Every warp owns a slice of K: it keeps its weights STAGES steps ahead in a ring of shared memory that no other warp
-// touches, and its columns of x beside it. ROWS rows of W are multiplied at a time, which is a turn, by all warps of a
-// block (of a cluster, if CLUSTER > 1); their sums meet in shared memory after some turns and are added in the order of
-// K. Blocks walk over the rows with a grid's stride, and the ring runs on across turns. Weights depend on nobody, so the
-// ring is filled before the wait for the previous kernel.
+// ROWS rows of W are multiplied at a time, which is a turn, by a team of SLICES warps; TEAMS of them make a block. Every
+// warp of a team owns a slice of K (of a cluster's blocks' too, if CLUSTER > 1), and the teams share the slices of x. A
+// warp keeps its weights STAGES steps ahead in a ring of shared memory that no other warp touches. After some rounds, in
+// each of which every team has a turn, the slices' sums meet in shared memory and are added in the order of K. Blocks walk
+// over the rows with a grid's stride, and the rings run on across turns. Weights depend on nobody, so the rings are filled
+// before the wait for the previous kernel.
 //
 // Codes are multiplied as they stand; a group's fp32 sum is scaled, and its minimum enters by the group's sum of x.
 //
-// Macros: TOKEN_TILES (8 tokens each), ROW_TILES (16 rows of W each), WARPS, CLUSTER, STAGES, STEP_UNITS (64 k each, all in
-// one group, or in STEP_SCALES = 2 groups of 32). Block: WARPS * 32. Grid: (CLUSTER * any, ceil(tokens / TOKENS)).
+// ADD: `out` is fp32, and the product is added to it.
+//
+// Macros: TOKEN_TILES (8 tokens each), ROW_TILES (16 rows of W each), TEAMS, SLICES, CLUSTER, STAGES, STEP_UNITS (64 k each,
+// all in one group, or in STEP_SCALES = 2 groups of 32); RESIDENT, the blocks whose registers shall fit on a
+// multiprocessor; ADD.
+// Block: TEAMS * SLICES * 32. Grid: (CLUSTER * any, ceil(tokens / TOKENS)).
 #include "mma.cuh"
 #include "w4.cuh"
 
+constexpr int WARPS = TEAMS * SLICES;
 constexpr int THREADS = WARPS * WARP;
 constexpr int TOKENS = 8 * TOKEN_TILES;
 constexpr int ROWS = UNIT_ROWS * ROW_TILES;
@@ -21,18 +27,27 @@ constexpr int SPAN_K = STEP_K / STEP_SCALES;  // k of a step that share a scale
 constexpr int CODE_BYTES = ROW_TILES * STEP_UNITS * UNIT_BYTES;
 constexpr int STAGE_BYTES = CODE_BYTES + ROW_TILES * STEP_SCALES * SCALE_BYTES;
 constexpr int ROW_PAIRS = 8 * ROW_TILES;  // rows g and g + 8 of every 16
-constexpr int CHAINS = TOKEN_TILES <= 2 ? 2 : 1;  // products wait long for the one before, unless there are many beside it
-constexpr int X_PADDING = 8;                      // keeps ldmatrix free of bank conflicts
-constexpr int RESIDENT_BLOCKS = ROW_TILES * TOKEN_TILES <= 2 && WARPS <= 8 ? 2 : 1;
+constexpr int CHAINS = ROW_TILES * TOKEN_TILES <= 2 ? 2 : 1;  // products wait long for the one before, if few are beside it
+constexpr int BATCH = WARPS * RESIDENT > 12 ? 8 : 12;         // loads of x under way in a thread, as registers allow
+constexpr int X_PADDING = 8;                                  // keeps ldmatrix free of bank conflicts
+constexpr bool ALONE = SLICES * CLUSTER == 1;                 // a warp has the whole sum
+
+static_assert(TEAMS == 1 || SLICES < 16, "every slice has a barrier");
+
+#if ADD
+using Result = float;
+#else
+using Result = Activation;
+#endif
 
 struct Shape {
     int n, k, units, groups, group_shift;
     bool silu;
 
-    // A block's turns are first_turn, first_turn + stride, ...
-    __device__ __forceinline__ int first_turn() const { return blockIdx.x / CLUSTER; }
+    // A block's turn `turn` begins at this block of ROWS rows. A team takes every TEAMS-th turn.
+    __device__ __forceinline__ int row_block(int turn) const { return blockIdx.x / CLUSTER + turn * stride(); }
     __device__ __forceinline__ int stride() const { return gridDim.x / CLUSTER; }
-    __device__ __forceinline__ int turns() const { return ((n + ROWS - 1) / ROWS - first_turn() + stride() - 1) / stride(); }
+    __device__ __forceinline__ int turns() const { return ((n + ROWS - 1) / ROWS - row_block(0) + stride() - 1) / stride(); }
 };
 
 // The first token of a block; grid.y runs over the tokens.
@@ -57,6 +72,12 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+// Meets the warps that share a slice of x.
+__device__ __forceinline__ void sync_slice() {
+    if constexpr (TEAMS == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / WARP % SLICES + 1), "n"(TEAMS * WARP) : "memory");
+}
+
 // Into the shared memory of the cluster's block `rank`, where `own` is this block's counterpart.
 __device__ __forceinline__ void store_shared_of(float4 *own, int rank, float4 value) {
     uint32 address;
@@ -64,7 +85,7 @@ __device__ __forceinline__ void store_shared_of(float4 *own, int rank, float4 va
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w) : "memory");
 }
 
-// A warp's weights in the order it needs them: its steps of K for one turn after the other.
+// A warp's weights in the order it needs them: its steps of K for one turn of its team after the other.
 struct WeightStream {
     const Shape &shape;
     uint8 *ring;
@@ -75,11 +96,13 @@ struct WeightStream {
     static constexpr int PIECES = STEP_SCALES * SCALE_BYTES / 16;
     static constexpr int STEP_BYTES = STEP_UNITS * UNIT_BYTES;
 
-    __device__ __forceinline__ WeightStream(const Shape &shape, uint8 *ring, const uint8 *codes, const uint8 *scales, int begin, int end)
-        : shape(shape), ring(ring), begin(begin), end(end), step(begin), left(shape.turns() * (end - begin)), stage(0) {
+    __device__ __forceinline__ WeightStream(const Shape &shape, uint8 *ring, const uint8 *codes, const uint8 *scales, int team, int begin, int end)
+        : shape(shape), ring(ring), begin(begin), end(end), step(begin), stage(0) {
         const int lane = threadIdx.x % WARP;
-        code = codes + size_t(shape.first_turn()) * ROW_TILES * code_bytes() + begin * STEP_BYTES + lane * 16;
-        scale = scales + size_t(shape.first_turn()) * ROW_TILES * scale_bytes() + lane / PIECES * scale_bytes() + lane % PIECES * 16;
+        const size_t tile = size_t(shape.row_block(team)) * ROW_TILES;
+        left = (shape.turns() - team + TEAMS - 1) / TEAMS * (end - begin);
+        code = codes + tile * code_bytes() + begin * STEP_BYTES + lane * 16;
+        scale = scales + tile * scale_bytes() + lane / PIECES * scale_bytes() + lane % PIECES * 16;
     }
 
     // Of 16 rows.
@@ -100,8 +123,8 @@ struct WeightStream {
             code += STEP_BYTES;
             if (++step == end) {
                 step = begin;
-                code += shape.stride() * ROW_TILES * code_bytes() - (end - begin) * STEP_BYTES;
-                scale += shape.stride() * ROW_TILES * scale_bytes();
+                code += shape.stride() * TEAMS * ROW_TILES * code_bytes() - (end - begin) * STEP_BYTES;
+                scale += shape.stride() * TEAMS * ROW_TILES * scale_bytes();
             }
         }
         commit_copies();
@@ -109,7 +132,7 @@ struct WeightStream {
     }
 };
 
-// A warp's columns of x in shared memory, and their sums over every span of SPAN_K that shares a scale.
+// A slice's columns of x in shared memory, and their sums over every span of SPAN_K that shares a scale.
 struct Tokens {
     Activation *x;            // [tokens][row]
     float *sums;              // [spans][1 << sum_shift], the tokens rounded up
@@ -127,46 +150,42 @@ struct Tokens {
     __device__ __forceinline__ void load(uint32 (&b)[4], int tile, int k) const { ldmatrix_x4(b, x + offset[tile] + k); }
 
     // Many loads at once, past the L1, as another kernel has just written x; and not in the queue behind the ring's copies.
-    __device__ __forceinline__ void stage(const Activation *from, int k, int begin, int steps) {
-        constexpr int WIDTH = WARP * 8, BATCH = 8;  // columns that a warp loads at once
-        const int columns = steps * STEP_K, existing = min(columns, k - begin * STEP_K);
-        const int all = count * ((columns + WIDTH - 1) / WIDTH);
-        int column = threadIdx.x % WARP * 8, place = column, token = 0;
-        from += begin * STEP_K + column;
-        __syncwarp();
-        for (int done = 0; done < all; done += BATCH) {
+    // Pieces are 16 bytes; a token's are counted up to a power of two, which spares divisions.
+    __device__ __forceinline__ void stage(const Activation *from, int k, int begin, int steps, int team) {
+        constexpr int LOADERS = TEAMS * WARP;
+        const int pieces = steps * STEP_K / 8, existing = k / 8 - begin * STEP_K / 8;
+        const int shift = WARP - __clz(pieces - 1), all = count << shift;
+        from += begin * STEP_K;
+        sync_slice();
+        for (int done = team * WARP; done < all; done += BATCH * LOADERS) {
+            const int first = done + threadIdx.x % WARP;
             uint4 values[BATCH];
-            int places[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
-                if (done + i >= all) break;
-                places[i] = column < columns ? place : -1;
-                values[i] = column < existing ? __ldcg(reinterpret_cast<const uint4 *>(from)) : uint4{};
-                if (++token < count) {
-                    place += row, from += k;
-                } else {
-                    token = 0, column += WIDTH, place += WIDTH - (count - 1) * row, from += WIDTH - (count - 1) * k;
-                }
+                if (done + i * LOADERS >= all) break;  // few tokens: few loads
+                const int token = (first + i * LOADERS) >> shift, piece = (first + i * LOADERS) & ((1 << shift) - 1);
+                values[i] = token < count && piece < existing ? __ldcg(reinterpret_cast<const uint4 *>(from + token * k + piece * 8)) : uint4{};
             }
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
-                if (done + i >= all) break;
-                if (places[i] >= 0) *reinterpret_cast<uint4 *>(x + places[i]) = values[i];
+                if (done + i * LOADERS >= all) break;
+                const int token = (first + i * LOADERS) >> shift, piece = (first + i * LOADERS) & ((1 << shift) - 1);
+                if (token < count && piece < pieces) *reinterpret_cast<uint4 *>(x + token * row + piece * 8) = values[i];
             }
         }
-        __syncwarp();
-        sum(steps * STEP_SCALES);
-        __syncwarp();
+        sync_slice();
+        sum(steps * STEP_SCALES, team);
+        sync_slice();
     }
 
     // By products with ones: a column is a span of a token, all rows hold its sum.
-    __device__ __forceinline__ void sum(int spans) {
+    __device__ __forceinline__ void sum(int spans, int team) {
         const int lane = threadIdx.x % WARP;
         const Activation2 pair = {from_float<Activation>(1.f), from_float<Activation>(1.f)};
         const uint32 bits = *reinterpret_cast<const uint32 *>(&pair);
         const uint32 ones[4] = {bits, bits, bits, bits};
 #pragma unroll 2
-        for (int column = 0; column < spans << sum_shift; column += 8) {
+        for (int column = team * 8; column < spans << sum_shift; column += TEAMS * 8) {
             const int own = column + lane % 8, token = own & ((1 << sum_shift) - 1);
             const Activation *from = x + min(token, count - 1) * row + min(own >> sum_shift, spans - 1) * SPAN_K + lane / 8 * 8;
             float parts[SPAN_K / 32][4] = {};
@@ -241,9 +260,13 @@ __device__ __forceinline__ void multiply(Accumulators &acc, const uint8 *stage, 
     }
 }
 
+__device__ __forceinline__ void put(Activation *to, float value) { *to = from_float<Activation>(value); }
+// Atomic so that nobody waits for the old value. One thread of the kernel adds to an element, so the order is fixed.
+__device__ __forceinline__ void put(float *to, float value) { atomicAdd(to, value); }
+
 // Sums of rows g and g + 8 for two tokens, and where they belong. Elements of a turn: [ROW_PAIRS][1 << pair_shift].
 struct Output {
-    Activation *out;
+    Result *out;
     const Activation *bias;
     const Shape &shape;
     int tokens, pair_shift;
@@ -254,24 +277,27 @@ struct Output {
             if (row < shape.n) upper += to_float(bias[row]);
             if (row + 8 < shape.n) lower += to_float(bias[row + 8]);
         }
-        Activation *to = out + size_t(first_token() + token) * (shape.silu ? shape.n / 2 : shape.n);
+        Result *to = out + size_t(first_token() + token) * (shape.silu ? shape.n / 2 : shape.n);
         if (shape.silu) {
-            if (row < shape.n) to[row / 16 * 8 + row % 8] = from_float<Activation>(upper / (1.f + __expf(-upper)) * lower);
+            if (row < shape.n) put(to + row / 16 * 8 + row % 8, upper / (1.f + __expf(-upper)) * lower);
         } else {
-            if (row < shape.n) to[row] = from_float<Activation>(upper);
-            if (row + 8 < shape.n) to[row + 8] = from_float<Activation>(lower);
+            if (row < shape.n) put(to + row, upper);
+            if (row + 8 < shape.n) put(to + row + 8, lower);
         }
+    }
+
+    // Of rows `place` and `place + 8` in 16 of a turn's rows, tokens 2 * pair and 2 * pair + 1.
+    __device__ __forceinline__ void store(int turn, int place, int pair, float4 total) const {
+        const int row = shape.row_block(turn) * ROWS + place / 8 * UNIT_ROWS + place % 8;
+        if (2 * pair < tokens) store(2 * pair, row, total.x, total.z);
+        if (2 * pair + 1 < tokens) store(2 * pair + 1, row, total.y, total.w);
     }
 
     // Which turn an element belongs to, when those of some turns are counted on.
     __device__ __forceinline__ int turn_of(int index) const { return (index >> pair_shift) / ROW_PAIRS; }
 
     __device__ __forceinline__ void store(int first, int index, float4 total) const {
-        const int turn = first + turn_of(index), element = index & ((ROW_PAIRS << pair_shift) - 1);
-        const int pair = element & ((1 << pair_shift) - 1), place = element >> pair_shift;
-        const int row = (shape.first_turn() + turn * shape.stride()) * ROWS + place / 8 * UNIT_ROWS + place % 8;
-        if (2 * pair < tokens) store(2 * pair, row, total.x, total.z);
-        if (2 * pair + 1 < tokens) store(2 * pair + 1, row, total.y, total.w);
+        store(first + turn_of(index), (index >> pair_shift) % ROW_PAIRS, index & ((1 << pair_shift) - 1), total);
     }
 };
 
@@ -283,14 +309,14 @@ template <int count> __device__ __forceinline__ float4 sum_of(const float4 *part
     else return sum_of<count / 2>(parts, stride) + sum_of<count - count / 2>(parts + count / 2 * stride, stride);
 }
 
-// Adds the slices' sums of `turns` turns in the order of K and stores them. sums: [turns][WARPS][elements]; `gathered`, for
+// Adds the slices' sums of `turns` turns in the order of K and stores them. sums: [turns][SLICES][elements]; `gathered`, for
 // a cluster: what its blocks send to the one that stores, [its share of turns * elements][CLUSTER].
 __device__ __forceinline__ void finish(const float4 *sums, float4 *gathered, const Output &output, int turn, int turns) {
     const int elements = ROW_PAIRS << output.pair_shift, all = turns * elements;
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < all; i += THREADS) {
-        const float4 total = sum_of<WARPS>(sums + i + output.turn_of(i) * (WARPS - 1) * elements, elements);
+        const float4 total = sum_of<SLICES>(sums + i + output.turn_of(i) * (SLICES - 1) * elements, elements);
         if constexpr (CLUSTER == 1) output.store(turn, i, total);
         else store_shared_of(gathered + i / CLUSTER * CLUSTER + cluster_rank(), i % CLUSTER, total);
     }
@@ -309,42 +335,58 @@ __device__ __forceinline__ void finish(const float4 *sums, float4 *gathered, con
 #define CLUSTER_SHAPE
 #endif
 
-// `pair_shift`: 2 << pair_shift is at least the tokens of a block. A warp holds `chunk_steps` steps of x at once, all of its
-// slice if they fit. After `turns_at_once` turns, a power of two, sums are added.
-extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(THREADS, RESIDENT_BLOCKS)
-w4_linear(const Activation *x, const uint8 *codes, const uint8 *scales, const Activation *bias, Activation *out,
+// A warp's sums of its team's turn `turn`, beside the other slices' in `sums` [elements], or all there is to store.
+__device__ __forceinline__ void hand_over(const Accumulators &acc, float4 *sums, const Output &output, int turn) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+        for (int i = 0; i < TOKEN_TILES; i++) {
+            const int place = r * 8 + lane / 4, pair = i * 4 + lane % 4;
+            const float4 sum = {acc[r][i][0], acc[r][i][1], acc[r][i][2], acc[r][i][3]};
+            if constexpr (ALONE) output.store(turn, place, pair, sum);
+            else if (pair < 1 << output.pair_shift) sums[(place << output.pair_shift) + pair] = sum;
+        }
+}
+
+// `pair_shift`: 2 << pair_shift is at least the tokens of a block. `chunk_steps` steps of a slice of x are held at once, all
+// of them if they fit. After `rounds_at_once` rounds, a power of two, sums are added; where there is one round only, they
+// lie where x was.
+extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(THREADS, RESIDENT)
+w4_linear(const Activation *x, const uint8 *codes, const uint8 *scales, const Activation *bias, Result *out,
           int total_tokens, int n, int k, int units, int groups, int group_shift, int silu,
-          int pair_shift, int chunk_steps, int turns_at_once) {
+          int pair_shift, int chunk_steps, int rounds_at_once) {
     let_next_kernel_start();
     if constexpr (CLUSTER > 1) cluster_arrive();
     extern __shared__ __align__(16) uint8 shared[];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const Shape shape = {n, k, units, groups, group_shift, silu != 0};
-    const int steps = units / STEP_UNITS, slice = cluster_rank() * WARPS + warp;
-    const int begin = steps * slice / (CLUSTER * WARPS), end = steps * (slice + 1) / (CLUSTER * WARPS);
-    const int turns = shape.turns();
-    WeightStream stream(shape, shared + warp * STAGES * STAGE_BYTES, codes, scales, begin, end);
+    const int warp = threadIdx.x / WARP, team = warp / SLICES, slice = warp % SLICES;
+    const Shape shape = {n, k, units, groups, group_shift, !ADD && silu != 0};
+    const int steps = units / STEP_UNITS, part = cluster_rank() * SLICES + slice;
+    const int begin = steps * part / (CLUSTER * SLICES), end = steps * (part + 1) / (CLUSTER * SLICES);
+    const int turns = shape.turns(), rounds = (turns + TEAMS - 1) / TEAMS;
+    WeightStream stream(shape, shared + warp * STAGES * STAGE_BYTES, codes, scales, team, begin, end);
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) stream.fetch();
 
-    const int elements = ROW_PAIRS << pair_shift, sum_elements = turns_at_once * elements;
-    float4 *sums = reinterpret_cast<float4 *>(shared + WARPS * STAGES * STAGE_BYTES);
-    float4 *gathered = sums + WARPS * sum_elements;
-    uint8 *x_memory = reinterpret_cast<uint8 *>(gathered + (CLUSTER > 1 ? 2 * sum_elements : 0));
+    const int elements = ROW_PAIRS << pair_shift, sum_elements = rounds_at_once * TEAMS * elements;
+    float4 *gathered = reinterpret_cast<float4 *>(shared + WARPS * STAGES * STAGE_BYTES);
+    float4 *sums = gathered + (CLUSTER == 1 ? 0 : rounds > 1 ? 2 * sum_elements : sum_elements);
+    uint8 *x_memory = reinterpret_cast<uint8 *>(sums + (ALONE || rounds == 1 ? 0 : SLICES * sum_elements));
     const int x_row = chunk_steps * STEP_K + X_PADDING, x_bytes = min(TOKENS, total_tokens) * x_row * 2;
     const int x_sums = ((chunk_steps * STEP_SCALES) << (pair_shift + 1)) + TOKENS;
-    Tokens tokens(reinterpret_cast<Activation *>(x_memory + warp * x_bytes), reinterpret_cast<float *>(x_memory + WARPS * x_bytes) + warp * x_sums,
+    Tokens tokens(reinterpret_cast<Activation *>(x_memory + slice * x_bytes), reinterpret_cast<float *>(x_memory + SLICES * x_bytes) + slice * x_sums,
                   min(TOKENS, total_tokens - first_token()), x_row, pair_shift + 1);
     const Output output = {out, bias, shape, tokens.count, pair_shift};
 
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();  // all blocks run: their memory may be written to
-    for (int turn = 0; turn < turns; turn++) {
-        const int slot = turn & (turns_at_once - 1);
+    for (int round = 0; round < rounds; round++) {
+        const int slot = round & (rounds_at_once - 1), turn = round * TEAMS + team;
         Accumulators acc = {};
         for (int chunk = begin; chunk < end; chunk += chunk_steps) {
             const int chunk_end = min(chunk + chunk_steps, end);
-            if (turn == 0 || end - begin > chunk_steps) tokens.stage(x + size_t(first_token()) * k, k, chunk, chunk_end - chunk);
+            if (round == 0 || end - begin > chunk_steps) tokens.stage(x + size_t(first_token()) * k, k, chunk, chunk_end - chunk, team);
+            if (turn >= turns) continue;
 #pragma unroll 1
             for (int step = chunk; step < chunk_end; step++) {
                 wait_for_copies<STAGES - 1>();
@@ -354,17 +396,11 @@ w4_linear(const Activation *x, const uint8 *codes, const uint8 *scales, const Ac
                 stream.fetch();
             }
         }
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; r++)
-#pragma unroll
-            for (int i = 0; i < TOKEN_TILES; i++) {
-                const int place = r * 8 + lane / 4, pair = i * 4 + lane % 4;
-                if (pair < 1 << pair_shift)
-                    sums[(slot * WARPS + warp) * elements + (place << pair_shift) + pair] = {acc[r][i][0], acc[r][i][1], acc[r][i][2], acc[r][i][3]};
-            }
-        if (slot + 1 == turns_at_once || turn + 1 == turns) {
-            finish(sums, gathered + (turn & turns_at_once ? sum_elements : 0), output, turn - slot, slot + 1);
-            if (CLUSTER == 1 && turn + 1 < turns) __syncthreads();  // a cluster has met already
+        if (!ALONE && rounds == 1) __syncthreads();  // nobody reads x any more
+        hand_over(acc, sums + ((slot * TEAMS + team) * SLICES + slice) * elements, output, turn);
+        if (!ALONE && (slot + 1 == rounds_at_once || round + 1 == rounds)) {
+            finish(sums, gathered + (round & rounds_at_once ? sum_elements : 0), output, (round - slot) * TEAMS, (slot + 1) * TEAMS);
+            if (CLUSTER == 1 && round + 1 < rounds) __syncthreads();  // a cluster has met already
         }
     }
 }

@@ -94,6 +94,7 @@ template <int COUNT> __device__ __forceinline__ void wgmma_settle(float (&d)[COU
                      : "l"(a), "l"(b), "r"(int(accumulate)), "n"(TRANSPOSED_B));                                       \
     }
 
+WGMMA_DEFINE(16, 8, 8, 9, 10, 11, 12, 13, 14)
 WGMMA_DEFINE(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_DEFINE(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_DEFINE(96, 48, 48, 49, 50, 51, 52, 53, 54)

@@ -43,7 +43,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, replacement in (
         (fused, "embed", embed),
         (fused, "rms_norm", rms_norm),
-        (fused, "rms_norm_rows", rms_norm_rows),
         (fused, "rope_and_write", rope_and_write),
         (fused, "silu_multiply", silu_multiply),
         (w4, "w4_linear", w4_linear),
@@ -70,6 +69,7 @@ def emulate_device(monkeypatch: pytest.MonkeyPatch) -> None:
         (cuda_executor, "DEVICE", "cpu"),
         (cuda_runner, "DecodeGraphs", lambda: lambda rows, run: run(rows)),
         (torch, "mm", mm),
+        (torch, "addmm", addmm),
         (torch.cuda, "Stream", Nothing),
         (torch.cuda, "Event", Nothing),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
@@ -123,33 +123,41 @@ def copy_small(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
+def addmm(residual: Tensor, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+    assert residual.dtype is out_dtype is torch.float32 and residual.data_ptr() == out.data_ptr()
+    return out.add_(_mm(x.float(), weight.float()))
+
+
 def embed(ids: Tensor, source: Tensor, previous: Tensor, table: Tensor, out: Tensor) -> None:
     tokens = torch.where(source >= 0, previous[source.clamp_min(0).long()], ids)
     assert ((tokens >= 0) & (tokens < len(table))).all()
     out.copy_(table[tokens.long()])
 
 
-def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor, add: Tensor | None = None) -> None:
-    if add is not None:
-        residual.add_(add)
+def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     out.copy_(fused.rms_norm_reference(residual, weight, eps))
-
-
-def rms_norm_rows(
-    residual: Tensor, weight: Tensor, eps: float, rows: Tensor, out: Tensor, add: Tensor | None = None
-) -> None:
-    chosen = residual[rows.long()] if add is None else residual[rows.long()] + add[rows.long()]
-    out.copy_(fused.rms_norm_reference(chosen, weight, eps))
 
 
 def silu_multiply(gate_up: Tensor, out: Tensor) -> None:
     out.copy_(fused.silu_multiply_reference(gate_up.float()))
 
 
-def w4_linear(x: Tensor, matrix: w4.W4Matrix, out: Tensor, *, bias: Tensor | None = None, silu: bool = False) -> None:
+def w4_linear(
+    x: Tensor,
+    matrix: w4.W4Matrix,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    silu: bool = False,
+    add: bool = False,
+) -> None:
     y = x.float() @ w4.unpack_w4(matrix).t()
     y = y if bias is None else y + bias.float()
-    out.copy_(fused.silu_multiply_reference(y) if silu else y)
+    if add:
+        assert out.dtype is torch.float32
+        out.add_(y)
+    else:
+        out.copy_(fused.silu_multiply_reference(y) if silu else y)
 
 
 def w4_dequantize(matrix: w4.W4Matrix, out: Tensor) -> None:
@@ -250,7 +258,7 @@ def decode_splits(
     pages: KVPages, num_heads: int, max_batch: int, max_tokens: int, deterministic: bool = False
 ) -> DecodeSplits:
     values: dict[str, Any] = dict.fromkeys((field.name for field in fields(DecodeSplits)), 8)
-    plan = torch.zeros(64 + 2 * max_batch, dtype=torch.int32)
+    plan = torch.zeros(64 + 6 * max_batch, dtype=torch.int32)
     return DecodeSplits(**{**values, "plan": plan, "split_tokens": None})
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,12 +62,17 @@ class EngineProcess:
 
 
 @contextlib.contextmanager
-def running_engine(model: Path | str, *flags: str, env: dict[str, str] | None = None) -> Iterator[EngineProcess]:
+def running_engine(
+    model: Path | str,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    program: Sequence[str] = ("-m", "coldblock", "engine"),
+) -> Iterator[EngineProcess]:
     """A started engine that has answered once. Its log is shown when it does not come up."""
     with tempfile.TemporaryDirectory(prefix="cb-") as folder:
         endpoint, events = f"ipc://{folder}/e.sock", f"ipc://{folder}/v.sock"
         log = Path(folder) / "engine.log"
-        command = [sys.executable, "-m", "coldblock", "engine", str(model), "--threads", "1"]
+        command = [sys.executable, *program, str(model), "--threads", "1"]
         command += ["--endpoint", endpoint, "--events-endpoint", events, *flags]
         with log.open("w") as output:
             process = subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from coldblock.engine_core.kv_layout import KVShape, paged_kv_block_bytes
 from coldblock.kernels import decode_attention
 from coldblock.kernels.decode_attention import (
     DETERMINISTIC_SPLIT,
+    Cut,
     DecodeSplits,
+    choose_cut,
     paged_decode,
     paged_decode_reference,
-    plan_splits,
+    plan_parts,
 )
 from coldblock.kernels.errors import KernelArgumentError
+from coldblock.kernels.fused import rope_and_write
 from coldblock.kernels.loader import load
 from coldblock.kernels.pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
 from torch import Tensor
@@ -109,21 +113,21 @@ def make_case(
     return case
 
 
-def make_splits(case: Case, split_tokens: int | None = None, deterministic: bool = False) -> DecodeSplits:
+def make_splits(case: Case, cut: Cut | None = None, deterministic: bool = False) -> DecodeSplits:
     """Splits with their plan written, and a workspace of NaN."""
     lengths = case.context_lens.cpu().numpy()
     splits = DecodeSplits.allocate(case.pages, case.q.shape[1], len(lengths), int(lengths.sum()), deterministic)
-    if split_tokens is None:
+    if cut is None:
         plan = splits.plan_for(lengths)
     else:
-        plan = plan_splits(lengths, splits.groups, splits.blocks, split_tokens)
-        slots = int(plan[1 + len(lengths)]) * splits.groups
+        plan = plan_parts(lengths, cut, splits.groups, splits.blocks)
+        slots = int(plan[0]) * splits.groups
         splits = dataclasses.replace(
             splits,
             plan=splits.plan.new_zeros(len(plan)),
             partials=splits.partials.new_empty(slots, *splits.partials.shape[1:]),
             statistics=splits.statistics.new_empty(slots, *splits.statistics.shape[1:]),
-            counters=splits.counters.new_zeros(slots),
+            counters=splits.counters.new_zeros(1 + slots),
         )
     assert len(plan) <= len(splits.plan)
     splits.plan[: len(plan)] = torch.from_numpy(plan).cuda()
@@ -153,33 +157,104 @@ def assert_close(out: Tensor, reference: Tensor, dtype: torch.dtype, kv_format: 
 # ---- Without a GPU --------------------------------------------------------------------------------------------------
 
 
+BATCHES = [[0], [1], [100] * 256, [8192] * 32, [32768], [5, 0, 9000, 77], [128] * 300 + [32768], [0] * 8, [1024] * 256]
+
+
+def parts_of(lengths: list[int], cut: Cut, blocks: int = 1) -> tuple[np.ndarray, bool]:
+    """The plan's parts [parts, 6]: sequence, number, of how many, how many before the sequence's, begin, end; and
+    whether blocks claim items. Of two groups."""
+    plan = plan_parts(np.array(lengths, np.int32), cut, 2, blocks)
+    assert plan.dtype == np.int32 and len(plan) == 6 * (1 + plan[0]) and plan[1] in (0, 1) and not plan[2:6].any()
+    return plan.reshape(-1, 6)[1:], bool(plan[1])
+
+
+@pytest.mark.parametrize("cut", [None, Cut(512, 512), Cut(1024, 256), Cut(768, 16)], ids=str)
+@pytest.mark.parametrize("lengths", BATCHES, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+def test_parts_are_a_sequence_one_after_the_other(lengths: list[int], cut: Cut | None) -> None:
+    parts, _ = parts_of(lengths, cut or choose_cut(np.array(lengths), 2, 396, 192))
+    slots = parts[:, 3] + parts[:, 1]
+    assert sorted(slots) == list(range(len(parts)))
+    inside = parts[np.argsort(slots)]
+    for row, length in enumerate(lengths):
+        own = inside[inside[:, 0] == row]
+        assert own[:, 1].tolist() == list(range(len(own))) and (own[:, 2] == len(own)).all() and len(own) > 0
+        assert (own[:, 3] == own[0, 3]).all()
+        assert own[0, 4] == 0 and own[-1, 5] == length and (own[1:, 4] == own[:-1, 5]).all()
+        assert (own[:, 4] % 16 == 0).all()
+        assert (own[:, 5] > own[:, 4]).all() or length == 0
+    sizes = parts[:, 5] - parts[:, 4]
+    assert (sizes[1:] <= sizes[:-1]).all()
+
+
+@pytest.mark.parametrize("blocks", [16, 132, 396])
+@pytest.mark.parametrize("lengths", BATCHES, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+def test_the_chosen_parts_fit_the_workspace(lengths: list[int], blocks: int) -> None:
+    parts, _ = parts_of(lengths, choose_cut(np.array(lengths), 2, blocks, 256))
+    assert len(parts) <= len(lengths) + decode_attention._EXTRA_WAVES * blocks // 2
+
+
+def test_what_would_leave_blocks_idle_is_cut() -> None:
+    def counts(lengths: list[int]) -> list[int]:
+        parts, _ = parts_of(lengths, choose_cut(np.array(lengths), 2, 264, 192))
+        return np.bincount(parts[:, 0]).tolist()
+
+    assert counts([100]) == [1]
+    assert counts([8192] * 32)[0] >= 4
+    assert counts([32768])[0] >= 64
+    assert counts([128] * 256) == [1] * 256
+    assert counts([128] * 300 + [32768])[-1] > 8
+
+
+def end_of(sizes: list[float], blocks: int, claims: bool) -> float:
+    """When the last block ends, if an item takes as long as it has tokens."""
+    if not claims:
+        return max(sum(sizes[block::blocks]) for block in range(min(blocks, len(sizes))))
+    ends = [0.0] * blocks
+    for size in sizes:
+        heapq.heapreplace(ends, ends[0] + size)
+    return max(ends)
+
+
 @pytest.mark.parametrize(
-    "lengths", [[0], [1], [100] * 256, [8192] * 32, [32768], [5, 0, 9000, 77], [128] * 300 + [32768]]
+    "lengths",
+    [[length] * 31 + [length - 77] for length in (8192, 8193, 8208, 8256, 8300, 8320, 8400)]
+    + [[100, 8192, 500, 3000] * 16, list(range(40, 8192, 256)), [8192] * 24, [3000] * 80],
+    ids=lambda lengths: f"{len(lengths)}x{lengths[0]}to{max(lengths)}",
 )
-def test_plan_covers_every_token(lengths: list[int]) -> None:
-    plan = plan_splits(np.array(lengths), groups=2, blocks=396)
-    splits = [max(1, -(-length // int(plan[0]))) for length in lengths]
-    starts = plan[1 : len(lengths) + 2]
-    assert plan.dtype == np.int32 and starts[0] == 0
-    assert np.diff(starts).tolist() == splits
-    assert plan[len(lengths) + 2 :].tolist() == [row for row, count in enumerate(splits) for _ in range(count)]
-    assert sum(splits) * 2 <= len(lengths) * 2 + 2 * 396
+@pytest.mark.parametrize(("blocks", "round_tokens"), [(132, 256), (264, 128), (264, 192)])
+def test_blocks_end_together(blocks: int, round_tokens: int, lengths: list[int]) -> None:
+    """Nearly so: blocks read faster when others are idle."""
+    parts, claims = parts_of(lengths, choose_cut(np.array(lengths), 2, blocks, round_tokens), blocks)
+    sizes = np.repeat(parts[:, 5] - parts[:, 4], 2).tolist()
+    alike = lengths[0] - lengths[-1] == 77
+    assert end_of(sizes, blocks, claims) * (1 if alike else decode_attention._ALONE) <= 1.1 * sum(sizes) / blocks
 
 
-def test_plan_splits_what_would_leave_blocks_idle() -> None:
-    def splits(lengths: list[int]) -> list[int]:
-        return np.diff(plan_splits(np.array(lengths), 2, 396)[1 : len(lengths) + 2]).tolist()
-
-    assert splits([100]) == [1]
-    assert splits([8192] * 32) == [6] * 32
-    assert splits([32768])[0] > 16
-    assert splits([128] * 256) == [1] * 256
-    assert splits([128] * 300 + [32768])[-1] > 8
+@pytest.mark.parametrize("blocks", [132, 264])
+def test_sequences_that_fill_all_blocks_at_once_are_cut_no_further(blocks: int) -> None:
+    for length in (8192, 8193, 8320):
+        parts, claims = parts_of([length] * 32, choose_cut(np.array([length] * 32), 2, blocks, 192), blocks)
+        assert len(parts) * 2 == blocks // 64 * 64 and not claims
 
 
-def test_plan_with_fixed_splits_depends_on_the_sequence_alone() -> None:
-    plan = plan_splits(np.array([0, 512, 513, 1200]), 2, 396, DETERMINISTIC_SPLIT)
-    assert plan.tolist() == [512, 0, 1, 2, 4, 7, 0, 1, 2, 2, 3, 3, 3]
+def test_items_are_claimed_where_they_are_unequal() -> None:
+    assert not parts_of([128] * 256, Cut(128, 128), 132)[1]
+    assert not parts_of([8192] * 32, Cut(4096, 4096), 132)[1]
+    assert not parts_of([100, 8192] * 16, Cut(8192, 8192), 132)[1]  # a block an item
+    assert parts_of([100, 8192, 500, 3000] * 16, Cut(2560, 256), 132)[1]
+
+
+def test_plan_with_fixed_parts_depends_on_the_sequence_alone() -> None:
+    parts, _ = parts_of([0, 512, 513, 1200], Cut(DETERMINISTIC_SPLIT, DETERMINISTIC_SPLIT))
+    assert parts.tolist() == [
+        [1, 0, 1, 1, 0, 512],
+        [2, 0, 2, 2, 0, 512],
+        [3, 0, 3, 4, 0, 512],
+        [3, 1, 3, 4, 512, 1024],
+        [3, 2, 3, 4, 1024, 1200],
+        [2, 1, 2, 2, 512, 513],
+        [0, 0, 1, 0, 0, 0],
+    ]
 
 
 def test_a_number_of_heads_that_is_no_multiple_is_refused() -> None:
@@ -222,11 +297,13 @@ def test_formats_and_head_dims(kv_format: str, head_dim: int, dtype: torch.dtype
 
 
 @gpu
-@pytest.mark.parametrize("split_tokens", [64, 128, 448, 1024, 8192])
+@pytest.mark.parametrize(
+    "cut", [Cut(16, 16), Cut(64, 64), Cut(448, 448), Cut(1024, 192), Cut(2048, 16), Cut(8192, 8192)], ids=str
+)
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_number_of_splits(kv_format: str, split_tokens: int) -> None:
+def test_cuts(kv_format: str, cut: Cut) -> None:
     case = make_case(kv_format)
-    assert_close(run(case, make_splits(case, split_tokens)), case.reference(), FP16, kv_format)
+    assert_close(run(case, make_splits(case, cut)), case.reference(), FP16, kv_format)
 
 
 @gpu
@@ -235,7 +312,7 @@ def test_number_of_splits(kv_format: str, split_tokens: int) -> None:
 @pytest.mark.parametrize("kv_format", ["fp16", "int8"])
 def test_heads_per_kv_head(kv_format: str, head_dim: int, heads: tuple[int, int]) -> None:
     case = make_case(kv_format, head_dim, *heads, lengths=[1, 100, 700, 0, 2049])
-    assert_close(run(case, make_splits(case, 256)), case.reference(), FP16, kv_format)
+    assert_close(run(case, make_splits(case, Cut(256, 256))), case.reference(), FP16, kv_format)
 
 
 @gpu
@@ -243,7 +320,7 @@ def test_heads_per_kv_head(kv_format: str, head_dim: int, heads: tuple[int, int]
 @pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8_e4m3"])
 def test_block_sizes(kv_format: str, block_size: int) -> None:
     case = make_case(kv_format, block_size=block_size, num_heads=7, num_kv_heads=7)
-    assert_close(run(case, make_splits(case, 320)), case.reference(), FP16, kv_format)
+    assert_close(run(case, make_splits(case, Cut(320, 64))), case.reference(), FP16, kv_format)
 
 
 @gpu
@@ -303,7 +380,7 @@ def test_all_codes(kv_format: str, software: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kv_format", ["fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
 def test_nan_stays_in_its_sequence(kv_format: str, part: int) -> None:
     case = make_case(kv_format, lengths=[100, 300, 5])
-    splits = make_splits(case, 128)
+    splits = make_splits(case, Cut(128, 128))
     clean = run(case, splits)
     case.token(1, 200)[part, 0] = 0xFF
     out = run(case, splits)
@@ -327,12 +404,55 @@ def test_deterministic_splits_make_a_sequence_independent_of_its_batch(kv_format
 
 
 @gpu
-def test_runs_are_equal() -> None:
+@pytest.mark.parametrize("cut", [None, Cut(64, 64), Cut(512, 16)], ids=str)
+def test_runs_are_equal(cut: Cut | None) -> None:
     case = make_case("fp16", lengths=[5000, 3000, 77] * 8)
-    splits = make_splits(case)
+    splits = make_splits(case, cut)
     first = run(case, splits)
     for _ in range(20):
         assert torch.equal(run(case, splits), first)
+
+
+@gpu
+@pytest.mark.parametrize("cut", [Cut(48, 48), Cut(512, 16), Cut(1024, 128)], ids=str)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_items_that_are_claimed_or_not_have_the_same_result(kv_format: str, cut: Cut) -> None:
+    """More items than blocks, in either way at any time."""
+    case = make_case(kv_format, lengths=[5000, 0, 3000, 77, 1] * 24)
+    splits = make_splits(case, cut)
+    assert int(splits.plan[0]) * splits.groups > splits.blocks
+    results = []
+    for claims in (0, 1, 1, 0, 1):
+        splits.plan[1] = claims
+        results.append(run(case, splits))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert_close(results[0], case.reference(), FP16, kv_format)
+
+
+@gpu
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_rows_that_are_neighbours_are_read_after_they_are_written(kv_format: str) -> None:
+    """Rows are the last tokens of sequences; the kernel in front of attention writes them, over NaN."""
+    contexts = [64, 63, 62, 61, 5000, 4999, 4998, 1025]
+    case = make_case(kv_format, lengths=[64, 5000, 1025])
+    sequences = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2], dtype=torch.int32, device="cuda")
+    positions = torch.tensor(contexts, dtype=torch.int32, device="cuda") - 1
+    tables = case.block_tables[sequences.long()].contiguous()
+    rows = dataclasses.replace(
+        case, q=case.q.new_empty(8, 16, 128), block_tables=tables, context_lens=(positions + 1).int()
+    )
+    qkv = torch.randn(8, 20 * 128, device="cuda").half()
+    rotary = torch.randn(5000, 64, 2, device="cuda")
+    splits = make_splits(rows)
+    out = torch.empty(8, 16 * 128, device="cuda", dtype=FP16)
+    for _ in range(20):
+        for row, position in enumerate(positions.tolist()):
+            rows.token(row, position).fill_(0xFF)
+        torch.cuda.synchronize()
+        rope_and_write(qkv, None, rotary, positions, sequences, case.block_tables, case.pages, case.layer, 16, rows.q)
+        paged_decode(rows.q, rows.pages, rows.layer, rows.block_tables, rows.context_lens, splits, out)
+        torch.cuda.synchronize()
+        assert_close(out, rows.reference(), FP16, kv_format)
 
 
 @gpu

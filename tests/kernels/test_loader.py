@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import struct
+import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -32,6 +35,46 @@ def test_a_compiled_kernel_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(loader, "_compile", lambda *_: pytest.fail("compiled again"))
     assert loader.compile_cubin("silu_multiply", {}, "sm_80") == cubin
+
+
+SIGNAL_ACTIONS_AROUND_A_COMPILATION = """
+import ctypes, signal
+from coldblock.kernels import loader
+
+class Action(ctypes.Structure):  # struct sigaction, as glibc has it on 64-bit machines
+    _fields_ = [("handler", ctypes.c_void_p), ("mask", ctypes.c_uint64 * 16), ("flags", ctypes.c_int)]
+
+def actions():
+    libc, memory = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    action = Action.from_buffer(memory)
+    return [
+        (number, action.handler, action.flags & ~0x04000000)  # without SA_RESTORER, which is glibc's own
+        for number in signal.valid_signals()
+        if libc.sigaction(int(number), None, memory) == 0
+    ]
+
+before = actions()
+loader.compile_cubin("silu_multiply", {}, "sm_80")
+kept = loader._signal_actions_kept
+kept.__enter__()  # as if a thread compiled
+signal.siginterrupt(signal.SIGINT, False)
+kept.__enter__()  # and another began
+kept.__exit__()
+kept.__exit__()
+changed = [pair for pair in zip(before, actions()) if pair[0] != pair[1]]
+assert len(before) > 30 and not changed, changed
+"""
+
+
+@needs_nvrtc
+def test_compiling_leaves_signals_as_they_are(cache: Path) -> None:
+    """With SA_RESTART on SIGINT, Ctrl-C would not wake a main thread that waits for a lock. NVRTC sets it once a
+    process, so this takes a new one."""
+    process = subprocess.run(
+        [sys.executable, "-c", SIGNAL_ACTIONS_AROUND_A_COMPILATION], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert len(list(cache.iterdir())) == 1
 
 
 @needs_nvrtc
@@ -222,6 +265,39 @@ def test_pages_of_an_unknown_kind_are_refused() -> None:
         KVPages(pool, "fp16", 16, 1, -1, 64)
     with pytest.raises(KernelArgumentError, match="pool has shape"):
         KVPages(pool, "int8", 16, 1, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("kibibytes", "blocks", "static", "percent"),
+    [(228, 1, 35024, 16), (228, 2, 35024, 31), (100, 1, 35024, 36), (100, 3, 35024, 100)],
+)
+def test_what_blocks_do_not_need_is_left_to_the_l1_cache(
+    monkeypatch: pytest.MonkeyPatch, kibibytes: int, blocks: int, static: int, percent: int
+) -> None:
+    class Kernel:
+        attributes: ClassVar = {"shared_size_bytes": static}
+        asked: ClassVar[list[int]] = []
+
+        def __setattr__(self, name: str, value: int) -> None:
+            assert name == "preferred_shared_memory_carveout"
+            self.asked.append(value)
+
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=kibibytes << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    function = object.__new__(loader.Function)
+    function._kernel, function._device, function._resident_blocks = Kernel(), 0, 0
+    for _ in range(3):
+        function.prefer_l1(blocks)
+    assert Kernel.asked == [percent]
+    assert percent == 100 or percent * (kibibytes << 10) >= 100 * blocks * (static + 1024)
+
+
+@pytest.mark.gpu
+def test_the_driver_takes_the_division_of_memory() -> None:
+    function = loader.Function("silu_multiply", {"ACTIVATION_BF16": 0})
+    function.prefer_l1(4)
+    share = function.attribute("preferred_shared_memory_carveout")
+    assert 1 <= share <= 10
 
 
 @pytest.mark.gpu

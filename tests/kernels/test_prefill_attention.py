@@ -12,14 +12,13 @@ import pytest
 import torch
 from coldblock.engine_core.device.kv_formats import make_format
 from coldblock.kernels.errors import KernelArgumentError
-from coldblock.kernels.pages import HEAD_DIMS, KVPages, PageFormat
+from coldblock.kernels.pages import HEAD_DIMS, KVPages, PageFormat, stored_keys_and_values
 from coldblock.kernels.prefill_attention import (
     PrefillSplits,
     _shares,
     paged_prefill,
     paged_prefill_mma,
     paged_prefill_reference,
-    stored_keys_and_values,
 )
 from torch import Tensor
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from coldblock.kernels import w4_wide
 from coldblock.kernels.errors import KernelArgumentError, KernelError
+from coldblock.kernels.fused import rms_norm
 from coldblock.kernels.loader import device_architecture
 from coldblock.kernels.w4 import W4Matrix, pack_w4, unpack_w4
-from coldblock.kernels.w4_wide import ARCHITECTURE, w4_wide_linear
+from coldblock.kernels.w4_wide import ARCHITECTURE, TILINGS, Tiling, tiling_of, w4_wide_linear
 from torch import Tensor
 
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-ROWS = (1, 7, 33, 64, 65, 128, 130, 300)
+ROWS = (1, 7, 16, 32, 33, 64, 65, 128, 130, 300)
 SHAPES = [
     (64, 128, 32),
     (80, 96, 32),
@@ -24,7 +26,7 @@ SHAPES = [
     (176, 5504, 128),
     (2560, 2048, 128),
 ]
-MOST_ROWS = (1, 17, 32, 64, 96, 128, 192, 256, 384, 500, 1000, 1100)
+MOST_ROWS = (1, 9, 16, 17, 32, 64, 96, 128, 192, 256, 384, 500, 1000, 1100)
 """At least one number of rows for each tiling."""
 
 
@@ -71,6 +73,22 @@ def check(matrix: W4Matrix, rows: int, dtype: torch.dtype, silu: bool = False) -
     assert_close(out, wanted, scale)
 
 
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_resident_blocks_of_a_tiling_fit_on_a_multiprocessor(tiling: Tiling) -> None:
+    for stage_groups in tiling.all_stage_groups():
+        assert tiling.stages(stage_groups) >= 2
+        assert tiling.shared_bytes(stage_groups) <= 227 * 1024
+        assert tiling.resident * (tiling.shared_bytes(stage_groups) + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("k", [1, 64, 1016, 1024, 1032, 2048, 8184, 8192, 11008])
+@pytest.mark.parametrize("n", [64, 8192])
+def test_every_split_has_a_piece_of_k(n: int, k: int) -> None:
+    for rows in range(1, 1200):
+        tiling = tiling_of(n, k, rows)
+        assert tiling.splits == 1 or k >= tiling.splits * tiling.stage_k()
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -99,6 +117,64 @@ def test_silu(dtype: torch.dtype) -> None:
     matrix = random_matrix(1424, 512, 128)
     for rows in ROWS:
         check(matrix, rows, dtype, silu=True)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_adding(dtype: torch.dtype) -> None:
+    """For each tiling; and the rows beside out stay as they are."""
+    torch.manual_seed(0)
+    for n, k, group_size in [(328, 768, 128), (33, 1088, 64), (8192, 256, 64), (328, 8192, 128)]:
+        matrix = random_matrix(n, k, group_size)
+        weights = unpack_w4(matrix).double()
+        for rows in MOST_ROWS:
+            x = torch.randn(rows, k, device="cuda").to(dtype)
+            bias = torch.randn(n, device="cuda").to(dtype) if rows % 2 else None
+            product = x.double() @ weights.T + (0 if bias is None else bias.double())
+            around = torch.randn(rows + 8, n, device="cuda")
+            wanted = around.clone().double()
+            for _ in range(2):
+                wanted[4:-4] += product
+                w4_wide_linear(x, matrix, around[4:-4], bias=bias, add=True)
+            scale = product.square().mean(-1, keepdim=True).sqrt()
+            # Weights and zeros are rounded to the activation type, sums are not.
+            error = (around.double() - wanted)[4:-4].abs()
+            assert (error <= 2 * 8 * ROUNDING[dtype] * scale).all(), f"{n} {k} {rows}: {(error / scale).max()} off"
+            assert error.norm() <= 2 * ROUNDING[dtype] * 2 * product.norm()
+            assert torch.equal(around[:4].double(), wanted[:4]) and torch.equal(around[-4:].double(), wanted[-4:])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("rows", [64, 256])
+def test_graph_of_a_residual_stream(rows: int) -> None:
+    """Every product begins while the one before runs, and must wait before it adds."""
+    torch.manual_seed(0)
+    layers = [(random_matrix(2048, 1024, 128), random_matrix(1024, 1024, 128)) for _ in range(8)]
+    weight = torch.rand(1024, device="cuda") + 0.5
+    start = torch.randn(rows, 1024, device="cuda")
+    residual = start.clone()
+    normed, hidden = torch.empty(2, rows, 1024, device="cuda", dtype=torch.float16)
+
+    def run(sync: bool) -> None:
+        for up, down in layers:
+            rms_norm(residual, weight, 1e-5, normed)
+            w4_wide_linear(normed, up, hidden, silu=True)
+            w4_wide_linear(hidden, down, residual, add=True)
+            if sync:
+                torch.cuda.synchronize()
+
+    run(sync=True)
+    wanted = residual.clone()
+    assert wanted.isfinite().all() and not torch.equal(wanted, start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(sync=False)
+    for _ in range(5):
+        residual.copy_(start)
+        graph.replay()
+        assert torch.equal(residual, wanted)
 
 
 @pytest.mark.gpu
@@ -169,3 +245,15 @@ def test_refuses() -> None:
         w4_wide_linear(x, matrix, out.bfloat16())
     with pytest.raises(KernelArgumentError, match="bias"):
         w4_wide_linear(x, matrix, out, bias=torch.zeros(41, device="cuda", dtype=torch.float16))
+    with pytest.raises(KernelArgumentError, match=r"out is torch\.float16; allowed: torch\.float32"):
+        w4_wide_linear(x, matrix, out, add=True)
+    with pytest.raises(KernelArgumentError, match=r"out is torch\.float32; allowed: torch\.float16"):
+        w4_wide_linear(x, matrix, out.float())
+
+
+def test_silu_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w4_wide, "device_architecture", lambda: ARCHITECTURE)
+    scales = torch.ones(64, 1)
+    matrix = pack_w4(torch.zeros(64, 64, dtype=torch.uint8), scales, scales, "cpu")
+    with pytest.raises(KernelArgumentError, match="silu and add"):
+        w4_wide_linear(torch.zeros(2, 128).half(), matrix, torch.zeros(2, 32), silu=True, add=True)

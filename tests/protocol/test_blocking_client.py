@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import pytest
 from coldblock import Client
+from coldblock.protocol.client import TokenChunk
 from coldblock.protocol.errors import ColdblockError, EngineDied, EngineUnreachable, RequestRefused
 from coldblock.protocol.messages import Refused, SamplingParams, Stats, SwapEvent
 from fake_engine import FakeEngine
@@ -29,6 +33,24 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """As if the user pressed Ctrl-C once the body waits."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        until(lambda: sys._current_frames()[main].f_code is threading.Condition.wait.__code__)
+        time.sleep(0.1)  # from Python's wait into the system's
+        signal.pthread_kill(main, signal.SIGINT)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    sender.join()
 
 
 @pytest.fixture
@@ -85,6 +107,22 @@ def test_forgetting_a_generation_aborts_it() -> None:
             pass
         gc.collect()
         until(lambda: engine.aborted == {"forgotten"})
+
+
+def test_an_interrupt_leaves_nothing_hanging() -> None:
+    with FakeEngine(lambda prompt: endless(prompt) if prompt == [1] else [3], delay_s=60.0) as engine:
+        with Client(engine.endpoint) as client:
+            client.ready()
+            generation = client.submit([1], request_id="r")
+            next(generation)
+            with interrupted():
+                next(generation)
+            until(lambda: engine.aborted == {"r"})
+            assert list(generation) == []
+            with interrupted():
+                next(client.events())
+            assert next(client.submit([2])) == TokenChunk((3,))
+        assert not [t for t in threading.enumerate() if t.name == "coldblock-client"]
 
 
 def test_an_interrupt_before_the_wait_aborts_too(monkeypatch: pytest.MonkeyPatch) -> None:

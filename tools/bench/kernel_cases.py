@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...engine_core.kv_layout import KVShape, paged_kv_block_bytes
+from ...engine_core.models.cuda_linears import PackedProduct, packed_product
 from ...kernels import decode_attention, fused, prefill_attention, sampling, w4
 from ...kernels.pages import FORMAT_NUMBERS, KVPages, PageFormat
 
@@ -59,7 +60,7 @@ def all_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
                 functools.partial(prefill, kv_format, sequences, tokens),
             )
     for tokens in (1, 64, 8192):
-        yield f"rms_norm and add, {tokens} rows", functools.partial(norm, tokens)
+        yield f"rms_norm, {tokens} rows", functools.partial(norm, tokens)
         yield f"silu_multiply, {tokens} rows", functools.partial(silu, tokens)
     for rows in (1, 64, 256):
         yield f"greedy sampling, {rows} rows", functools.partial(greedy, rows)
@@ -78,21 +79,28 @@ def _matrix(n: int, k: int) -> w4.W4Matrix:
 
 
 def linears(rows: int) -> Case:
-    """All linears of a model's step; one call is the whole step."""
+    """All linears of a model's step, by the kernels that the engine would take on this GPU; one call is the step."""
     matrices = _matrices()
     x = {k: torch.randn(rows, k, dtype=torch.float16, device="cuda") for _, k in LINEARS.values()}
     out = {name: torch.empty(rows, n, dtype=torch.float16, device="cuda") for name, (n, _) in LINEARS.items()}
+    products = {name: _product(layers[0], rows) for name, layers in matrices.items()}
     gated = torch.empty(rows, FFN, dtype=torch.float16, device="cuda")
 
     def step() -> None:
         for layer in range(LAYERS):
             for name, (_, k) in LINEARS.items():
                 silu = name == "gate_up"
-                w4.w4_linear(x[k], matrices[name][layer], gated if silu else out[name], silu=silu)
+                products[name](x[k], matrices[name][layer], gated if silu else out[name], silu=silu)
 
     weights = sum(matrix.nbytes for layers in matrices.values() for matrix in layers)
     elements = LAYERS * sum(n * k for n, k in LINEARS.values())
     return Case([step], weights, 2.0 * rows * elements)
+
+
+def _product(matrix: w4.W4Matrix, rows: int) -> PackedProduct:
+    product = packed_product(matrix, rows, has_dense=False)
+    assert product is not None, "so few rows are multiplied with the packed matrix on every GPU"
+    return product
 
 
 def dequantize() -> Case:
@@ -154,12 +162,12 @@ def _activation(kv_format: PageFormat) -> torch.dtype:
 
 
 def norm(tokens: int) -> Case:
-    """RMS norm with the addition to the residual."""
+    """RMS norm."""
     residual = torch.randn(tokens, HIDDEN, device="cuda")
     weight = torch.ones(HIDDEN, device="cuda")
-    add, out = (torch.zeros(tokens, HIDDEN, dtype=torch.float16, device="cuda") for _ in range(2))
-    call = functools.partial(fused.rms_norm, residual, weight, 1e-6, out, add)
-    return Case([call] * 16, 2.0 * residual.nbytes + 2.0 * out.nbytes, 0.0)
+    out = torch.zeros(tokens, HIDDEN, dtype=torch.float16, device="cuda")
+    call = functools.partial(fused.rms_norm, residual, weight, 1e-6, out)
+    return Case([call] * 16, float(residual.nbytes + out.nbytes), 0.0)
 
 
 def silu(tokens: int) -> Case:

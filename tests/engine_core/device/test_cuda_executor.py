@@ -434,6 +434,15 @@ def test_penalties_and_bans(executor: CudaExecutor) -> None:
         assert changed.logprob == dict(plain.top).get(changed.token_id, changed.logprob)
 
 
+def test_a_ban_of_every_token_bans_none(executor: CudaExecutor) -> None:
+    for sampling in (ASKED, Sampling(temperature=1.0, top_k=9)):
+        plain, banned = (
+            run_step(executor, [chunk("b", PROMPTS["b"], 0, TABLES["b"], sampling, banned=ids)]).tokens["b"]
+            for ids in ((), tuple(range(1000)))
+        )
+        assert banned == plain
+
+
 def test_long_tables_travel_in_pieces(make: Make, model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coldblock.engine_core.device.cuda_runner._MOST_CHANGES", 3)
     executor = make(model[0])

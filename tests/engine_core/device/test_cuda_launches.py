@@ -54,6 +54,9 @@ class Recorder:
         self.launches[source] += 1
         return self
 
+    def prefer_l1(self, resident_blocks: int) -> None:
+        assert resident_blocks > 0
+
     def launch(
         self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
@@ -63,6 +66,10 @@ class Recorder:
 
 def check_tensor(name: str, tensor: Tensor, dtypes: Any, shape: Any, alignment: int = 16) -> None:
     checks.check_layout(name, tensor, dtypes, shape)
+    check_place(name, tensor, alignment)
+
+
+def check_place(name: str, tensor: Tensor, alignment: int = 16) -> None:
     assert tensor.data_ptr() % alignment == 0, name
 
 
@@ -81,13 +88,14 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     emulate_device(monkeypatch)
     properties = SimpleNamespace(
         multi_processor_count=multiprocessors,
+        L2_cache_size=4 << 20,
         shared_memory_per_block_optin=kibibytes << 10,
         shared_memory_per_multiprocessor=(kibibytes + 1) << 10,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
-    monkeypatch.setattr(pages, "check_tensor", check_tensor)
+    monkeypatch.setattr(pages, "check_place", check_place)
     Recorder.launches.clear()
     clear_caches()
     for module in MODULES:

@@ -129,6 +129,13 @@ def test_banned_tokens_never_come() -> None:
     assert allowed(LOGITS, banned=(0, 1, 99)) == {2, 3, 4}
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_ban_of_every_token_bans_none(sampling: dict[str, Any]) -> None:
+    for index in range(20):
+        spec = {"output_index": index, **sampling}
+        assert sample(LOGITS, banned=tuple(range(7)), **spec) == sample(LOGITS, **spec)
+
+
 @pytest.mark.parametrize("spec", [{}, {"top_p": 0.999}, {"top_k": 310}, {"temperature": 0.0}])
 def test_padding_rows_never_come(spec: dict[str, Any]) -> None:
     logits = torch.zeros(320)

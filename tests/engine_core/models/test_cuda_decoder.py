@@ -36,8 +36,8 @@ def load(path: Path, dtype: torch.dtype = torch.float16, dense_copies: bool = Fa
 
 
 @torch.inference_mode()
-def logits(decoder: CudaDecoder) -> Tensor:
-    """fp32 [T, V] of TOKENS, attended without a pool."""
+def logits(decoder: CudaDecoder, chosen: list[int] | None = None) -> Tensor:
+    """fp32 [T, V] of TOKENS, or of those that are chosen."""
     config, count = decoder.config, len(TOKENS)
     workspace = Workspace(config, decoder.dtype, 32, 32, decoder.scratch_elements, "cpu")
     pages = KVPages(torch.zeros(2, 4 * 2 * 2 * 16 * 64 * 2, dtype=torch.uint8), "fp16", 16, 4, 2, 64)
@@ -50,8 +50,10 @@ def logits(decoder: CudaDecoder) -> Tensor:
         keys, values = planes.permute(1, 2, 0, 3, 4).reshape(2, 2, 32, 64)[:, :, :count].float()
         out.copy_(attend(q, keys, values, 0))
 
-    run = decoder.forward(inputs, pages, attend_pool, workspace)
-    return decoder.logits(run, span, workspace)[:, : config.vocab_size].clone()
+    rows = None if chosen is None else torch.tensor(chosen, dtype=torch.int32)
+    found = decoder.logits(inputs, pages, attend_pool, workspace, rows)[:, : config.vocab_size].clone()
+    assert pages.pool.view(torch.float16).view(2, 4, -1).count_nonzero(dim=2).all()  # K and V of every layer
+    return found
 
 
 @pytest.mark.parametrize("group_size", [None, 32, 64])
@@ -66,6 +68,15 @@ def test_logits_equal_transformers(tmp_path: Path, kind: str, changes: dict[str,
     with torch.inference_mode():
         wanted = model(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(logits(load(tmp_path)), wanted, atol=0.03, rtol=0.02)
+
+
+@pytest.mark.parametrize("chosen", [[], [19], [3, 0, 19, 7]])
+def test_logits_of_chosen_tokens_are_those_among_all(tmp_path: Path, chosen: list[int]) -> None:
+    save_tiny(tmp_path, "qwen2", num_hidden_layers=4, **FITTING)
+    decoder = load(tmp_path)
+    found = logits(decoder, chosen)
+    assert found.shape == (len(chosen), 320)
+    torch.testing.assert_close(found, logits(decoder)[chosen], atol=0.01, rtol=0.01)
 
 
 def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
@@ -99,7 +110,7 @@ def packed(rows: int, columns: int, dense_copies: bool = False, group: int = 32)
 
 
 @pytest.mark.parametrize("dense_copies", [False, True])
-@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("rows", [-63, 0, 1])
 def test_few_and_many_rows_give_the_same(monkeypatch: pytest.MonkeyPatch, rows: int, dense_copies: bool) -> None:
     """Many rows multiply slices of the dequantized matrix, of which the last is smaller, or the dense copy."""
     monkeypatch.setattr(cuda_linears, "_SLICE_ELEMENTS", 128 * 96)
@@ -114,6 +125,10 @@ def test_few_and_many_rows_give_the_same(monkeypatch: pytest.MonkeyPatch, rows: 
     linear.gated(x, gated, scratch)
     gate, up = wanted.view(rows, 20, 2, 8).unbind(2)
     torch.testing.assert_close(gated.float(), (torch.nn.functional.silu(gate) * up).flatten(1), atol=0.05, rtol=0.02)
+    residual = torch.randn(rows, 320)
+    before = residual.clone()
+    linear.add_to(residual, x, scratch)
+    torch.testing.assert_close(residual, before + wanted, atol=0.02, rtol=0.01)
 
 
 def test_every_number_of_rows_has_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +136,8 @@ def test_every_number_of_rows_has_its_way(monkeypatch: pytest.MonkeyPatch) -> No
     for wide, dense_copies, wanted in (
         (False, False, {"linear": 64, "dense": 9999}),
         (False, True, {"linear": 64, "dense": 9999}),
-        (True, False, {"linear": 16, "wide": 512, "dense": 9999}),
-        (True, True, {"linear": 16, "wide": 96, "dense": 9999}),
+        (True, False, {"linear": 8, "wide": 512, "dense": 9999}),
+        (True, True, {"linear": 8, "wide": 96, "dense": 9999}),
     ):
         monkeypatch.setattr(cuda_linears.w4_wide, "supports", lambda matrix, m, wide=wide: wide)
         _, linear = packed(128, 64, dense_copies)
