@@ -24,6 +24,7 @@ from .loader import driver, error_text
 Ids = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
 
+_DEFAULT_STREAM = 0
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 
@@ -34,11 +35,15 @@ class _Attributes(ctypes.Structure):
 
 
 def copy_blocks(source: Tensor, reads: Ids, target: Tensor, writes: Ids, counts: Ids) -> None:
-    """target[writes[i] + k] = source[reads[i] + k] for every run i and k < counts[i], on the current stream.
+    """target[writes[i] + k] = source[reads[i] + k] for every run i and k < counts[i], on the current stream, which must
+    not be the default one: that takes no calls of many copies.
 
     source and target are uint8 [blocks, block_bytes], one on the GPU, the other pinned. No two runs may write the same
     block, nor one read what another writes: they are copied in any order. Raises KernelArgumentError and KernelError.
     """
+    stream = torch.cuda.current_stream().cuda_stream
+    if stream == _DEFAULT_STREAM:
+        raise KernelArgumentError("stream is the default one; allowed: any other")
     check_layout("source", source, torch.uint8, [("blocks", None), ("block_bytes", None)])
     size = source.shape[1]
     check_layout("target", target, torch.uint8, [("blocks", None), ("block_bytes", size)])
@@ -47,7 +52,7 @@ def copy_blocks(source: Tensor, reads: Ids, target: Tensor, writes: Ids, counts:
     if len(counts):
         sources = (source.data_ptr() + reads * size).astype(np.uint64)
         targets = (target.data_ptr() + writes * size).astype(np.uint64)
-        _copy()(targets, sources, (counts * size).astype(np.uint64), torch.cuda.current_stream().cuda_stream)
+        _copy()(targets, sources, (counts * size).astype(np.uint64), stream)
 
 
 def _check_runs(name: str, first: Ids, counts: Ids, blocks: int) -> None:

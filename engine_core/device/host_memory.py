@@ -57,7 +57,8 @@ class HostArena:
         self._unpin = weakref.finalize(self, _unpin, self._addresses)
         self._unpin.atexit = False  # the process ends, and CUDA may have ended before
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-pin")
-        self._grow()
+        with ThreadPoolExecutor(1) as first:  # has ended, and refers to this arena no more, when work goes on here
+            first.submit(self._grow).result()
 
     def ready(self, end: int) -> bool:
         """Whether copies may touch the first `end` bytes; if not yet, they are being pinned, so ask again.
@@ -78,7 +79,11 @@ class HostArena:
             self._unpin()
 
     def _grow(self) -> None:
-        """Commit and pin one more slab, while the system has memory; or use the rest as it is."""
+        """Commit and pin one more slab, while the system has memory; or use the rest as it is.
+
+        Never on the thread that runs steps: CUDA remembers a refusal, and the next kernel that torch launches from the
+        same thread would be taken to have failed with it.
+        """
         begin, end = self._usable, min(self._usable + self.slab, len(self.memory))
         if available_memory() < end - begin:  # to touch it would end this process or another
             self._limit = begin

@@ -94,6 +94,15 @@ def test_what_the_driver_refuses_is_an_error(driver: FakeDriver) -> None:
         copy_blocks(noise(2, 16), *arrays([0]), noise(2, 16), *arrays([1], [1]))
 
 
+def test_the_default_stream_is_refused_by_any_driver(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From CUDA 12.8 on the driver would refuse it."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    with pytest.raises(KernelArgumentError, match="stream is the default one"):
+        copy_blocks(noise(2, 16), *arrays([0]), noise(2, 16), *arrays([1], [1]))
+    assert driver.calls == 0
+
+
+@pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize(
     ("reads", "writes", "counts"),
     [([2], [0], [1]), ([0], [2], [1]), ([1], [0], [2]), ([-1], [0], [1]), ([0], [0], [0]), ([0, 1], [0], [1])],
@@ -103,6 +112,7 @@ def test_blocks_that_do_not_exist_are_refused(reads: list[int], writes: list[int
         copy_blocks(noise(2, 16), *arrays(reads), noise(2, 16), *arrays(writes, counts))
 
 
+@pytest.mark.usefixtures("driver")
 def test_blocks_of_different_size_are_refused() -> None:
     with pytest.raises(KernelArgumentError, match="target has shape"):
         copy_blocks(noise(2, 16), *arrays([0]), noise(2, 32), *arrays([0], [1]))
@@ -114,18 +124,19 @@ def test_blocks_of_different_size_are_refused() -> None:
 def test_random_blocks_out_and_in_bit_by_bit(size: int, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not together:
         monkeypatch.setattr(block_copy, "_copy", lambda: block_copy._copy_one_by_one)
-    rng = np.random.default_rng(size)
-    gpu, cpu = noise(60, size).cuda(), noise(70, size).pin_memory()
-    for count in (1, 7, 60):
-        ids, places = rng.permutation(60)[:count], rng.permutation(70)[:count]
-        wanted, ones = cpu.clone(), np.ones(count, np.int64)
-        wanted[places] = gpu.cpu()[ids]
-        copy_blocks(gpu, ids, cpu, places, ones)
-        torch.cuda.synchronize()
-        assert torch.equal(cpu, wanted)
-        back = gpu.cpu()
-        ids = rng.permutation(60)[:count]
-        back[ids] = cpu[places]
-        copy_blocks(cpu, places, gpu, ids, ones)
-        torch.cuda.synchronize()
-        assert torch.equal(gpu.cpu(), back)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        rng = np.random.default_rng(size)
+        gpu, cpu = noise(60, size).cuda(), noise(70, size).pin_memory()
+        for count in (1, 7, 60):
+            ids, places = rng.permutation(60)[:count], rng.permutation(70)[:count]
+            wanted, ones = cpu.clone(), np.ones(count, np.int64)
+            wanted[places] = gpu.cpu()[ids]
+            copy_blocks(gpu, ids, cpu, places, ones)
+            torch.cuda.synchronize()
+            assert torch.equal(cpu, wanted)
+            back = gpu.cpu()
+            ids = rng.permutation(60)[:count]
+            back[ids] = cpu[places]
+            copy_blocks(cpu, places, gpu, ids, ones)
+            torch.cuda.synchronize()
+            assert torch.equal(gpu.cpu(), back)

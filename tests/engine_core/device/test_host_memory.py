@@ -4,6 +4,7 @@ owner."""
 from __future__ import annotations
 
 import mmap
+import threading
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ class FakeCudart:
         self.pages: dict[int, set[int]] = {}
         self.sizes: list[int] = []
         self.answers: dict[int, int] = {}
+        self.refused_on: list[threading.Thread] = []
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         pages = set(range(address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE + 1))
@@ -30,6 +32,8 @@ class FakeCudart:
         self.sizes.append(size)
         if code == 0:
             self.pages[address] = pages
+        else:
+            self.refused_on.append(threading.current_thread())
         return code
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -116,6 +120,8 @@ def test_what_cannot_be_pinned_is_used_as_it_is_and_named_once(
         while not arena.ready(end):
             grown(arena)
     assert arena.pinned == slab * SLAB and len(cudart.pages) == slab
+    # CUDA keeps an error for its thread: the next launch there would seem to have failed.
+    assert len(cudart.refused_on) == 1 and threading.current_thread() not in cudart.refused_on
     arena.memory.fill_(7)
     arena.close()
     assert cudart.pages == {}
