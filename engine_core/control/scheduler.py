@@ -694,8 +694,8 @@ class Scheduler:
             move = tiers.fail(done.move_id)
             self._count_failure(move, done.error, now)
         own = request is not None and request in move.waiting
-        if done.error is None and not own:
-            self._report_move(move, done)
+        if done.error is None and not (own and request is not None and request.request_id in self._swapped):
+            self._report_move(move, done)  # else it is part of a way out or back, which is reported as a whole
         while move.waiting:
             waiting = move.waiting.pop()
             waiting.awaits.remove(move)
