@@ -51,7 +51,8 @@ class HostArena:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)  # committed and pinned many times faster
         pages.madvise(mmap.MADV_DONTFORK)  # a child's copy on write would move what the GPU knows by its address
-        self.memory = torch.frombuffer(pages, dtype=torch.uint8)
+        with torch.inference_mode(False):  # else the thread might not write to it
+            self.memory = torch.frombuffer(pages, dtype=torch.uint8)
         self.pinned = self._usable = 0
         self._addresses: list[int] = []
         self._unpin = weakref.finalize(self, _unpin, self._addresses)

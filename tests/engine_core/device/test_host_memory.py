@@ -69,6 +69,15 @@ def test_many_arenas_at_once_and_one_after_another(cudart: FakeCudart) -> None:
     assert cudart.pages == {} and len(view) == (1 << 20) - 5
 
 
+@torch.inference_mode()
+def test_grows_for_an_executor_whose_tensors_are_of_inference_mode(cudart: FakeCudart) -> None:
+    arena = HostArena(2 * SLAB, pin=True)
+    arena.memory[:10].copy_(torch.arange(10, dtype=torch.uint8))
+    assert arena.ready(SLAB)
+    grown(arena)
+    assert arena.pinned == 2 * SLAB
+
+
 def test_pinned_as_it_grows_one_slab_ahead_and_given_back_at_once(cudart: FakeCudart) -> None:
     arena = HostArena(4 * SLAB - 5000, pin=True)
     assert (arena.pinned, arena.ready(0)) == (SLAB, True)
