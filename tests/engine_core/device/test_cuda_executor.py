@@ -329,6 +329,17 @@ def test_too_much_memory_names_the_flag(
     assert caught.value.flag == flag
 
 
+def test_a_gpu_that_refuses_a_context_is_said(
+    make: Make, model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ...")
+
+    monkeypatch.setattr(torch.cuda, "Stream", refuse)
+    with pytest.raises(EngineError, match=r"^the GPU cannot be used: CUDA error: out of memory; `nvidia-smi`"):
+        make(model[0])
+
+
 def test_what_a_gpu_cannot_serve_is_refused(make: Make, model: tuple[Path, Any], tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="--block-size"):
         make(model[0], block_size=8)
