@@ -263,7 +263,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        less = "a smaller --max-num-batched-tokens needs less workspace"
+        less = "less workspace is needed with smaller --max-num-batched-tokens, --max-num-seqs or --max-model-len"
         problem = f"the model and its workspace do not fit into the GPU's free memory; {less}: {error}"
         raise MemoryBudgetError("MODEL", problem) from error
     except torch.AcceleratorError as error:  # of the driver; even a context needs some hundred MiB
