@@ -65,6 +65,7 @@ def main(argv: list[str]) -> int:
     settings = load(KernelsSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
     try:
         report.require_plotting()
+        report.require_folder(settings.out)
         from ..gpu import explained
 
         with explained():
