@@ -90,7 +90,7 @@ class GenerationBody(_Body):
     top_k: Int = Field(0, ge=-1, le=2**31 - 1)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     seed: Int | None = Field(None, ge=-_INT64, lt=_INT64)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=10.0)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     min_tokens: Int = Field(0, ge=0, le=2**31)

@@ -228,7 +228,11 @@ def _require_device() -> None:
         raise KernelUnavailable(
             "torch sees no CUDA device: `nvidia-smi` must list one, and CUDA_VISIBLE_DEVICES let it through"
         )
-    torch.cuda.init()
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]
+        raise KernelUnavailable(f"the CUDA device cannot be used: {problem}; `nvidia-smi` may say more") from error
 
 
 def device_capability() -> tuple[int, int]:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import ACTIVATIONS, check_tensor
+from .checks import ACTIVATIONS, check_place, check_tensor
 from .errors import KernelArgumentError
 from .loader import Variant, load, variants
 
@@ -153,6 +153,7 @@ def w4_linear(
     check_tensor("out", out, torch.float32 if add else x.dtype, (("M", tokens), width), alignment=4 if add else 2)
     if bias is not None:
         check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
+    check_matrix(matrix)
     if not tokens:
         return
     units, groups = matrix.codes.shape[1], matrix.scales.shape[1]
@@ -167,6 +168,12 @@ def w4_linear(
         (x, matrix.codes, matrix.scales, bias, out, *sizes, int(silu), *division),
         plan.shared_bytes,
     )
+
+
+def check_matrix(matrix: W4Matrix) -> None:
+    """Refuse a matrix that lies elsewhere than on the GPU: reading it would end the process's use of the device."""
+    check_place("matrix.codes", matrix.codes)
+    check_place("matrix.scales", matrix.scales)
 
 
 def check_epilogue(matrix: W4Matrix, silu: bool, add: bool) -> None:
@@ -348,6 +355,7 @@ def _properties() -> Any:
 def w4_dequantize(matrix: W4Matrix, out: Tensor) -> None:
     """The weights into out [n, k], fp16 or bf16, rounded once; rows stay in the packed order."""
     check_tensor("out", out, ACTIVATIONS, (("n", matrix.n), ("k", matrix.k)))
+    check_matrix(matrix)
     tiles, units = matrix.codes.shape[:2]
     load("w4_dequantize", ACTIVATION_BF16=int(out.dtype == torch.bfloat16)).launch(
         (-(-units // 8), tiles),

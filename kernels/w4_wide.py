@@ -18,7 +18,7 @@ from .checks import ACTIVATIONS, check_tensor
 from .errors import KernelUnavailable
 from .loader import device_architecture, load, variants
 from .tensor_map import plain_map, swizzled_map
-from .w4 import SMALLEST_GROUP, UNIT_K, W4Matrix, check_epilogue
+from .w4 import SMALLEST_GROUP, UNIT_K, W4Matrix, check_epilogue, check_matrix
 
 ARCHITECTURE = "sm_90a"
 
@@ -181,6 +181,7 @@ def w4_wide_linear(
     check_tensor("out", out, torch.float32 if add else x.dtype, (("M", x.shape[0]), ("n/2" if silu else "n", width)))
     if bias is not None:
         check_tensor("bias", bias, x.dtype, (("n", matrix.n),), alignment=2)
+    check_matrix(matrix)
     if x.shape[0]:
         epilogue = {"SILU": int(silu), "ADD": int(add)}
         _launch(tiling_of(matrix.n, matrix.k, x.shape[0]), x, matrix, out, bias, epilogue)

@@ -65,6 +65,7 @@ def run(settings: ValidateSettings) -> int:
     from .gpu import explained, require_gpu
 
     gpu = require_gpu()
+    report.require_folder(settings.out)
     cuda_support.refuse_unsupported(ExecutorConfig(config.path), config)
     with torch.inference_mode(), explained():
         rows, logits = compare_all(settings, config)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from .sampling import Sampling
 
 MAX_TEMPERATURE = 100.0
-MAX_REPETITION_PENALTY = 10.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0  # less would make logits infinite
 MAX_ADDITIVE_PENALTY = 2.0
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024  # every step looks through them
@@ -62,6 +62,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
         ("top_k", sampling.top_k, 0, math.inf),
         ("min_p", sampling.min_p, 0.0, 1.0),
         ("seed", sampling.seed, -SEED_LIMIT, SEED_LIMIT - 1),
+        ("repetition_penalty", sampling.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
         ("presence_penalty", sampling.presence_penalty, -MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
         ("frequency_penalty", sampling.frequency_penalty, -MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
         ("logprobs", sampling.logprobs, 0, MAX_LOGPROBS),
@@ -70,9 +71,5 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     for name, value, low, high in ranges:
         if value is not None and not low <= value <= high:
             raise Refusal(name, str(value), f"at least {low}" if high == math.inf else f"{low} to {high}")
-    for name, value, high in (
-        ("top_p", sampling.top_p, 1.0),
-        ("repetition_penalty", sampling.repetition_penalty, MAX_REPETITION_PENALTY),
-    ):
-        if not 0.0 < value <= high:
-            raise Refusal(name, str(value), f"above 0, at most {high}")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise Refusal("top_p", str(sampling.top_p), "above 0, at most 1.0")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -51,7 +52,8 @@ class CpuExecutor:
         self._max_len = config.max_model_len or self.model_config.max_position_embeddings
         block_bytes = paged_kv_block_bytes(self.model_config.kv_shape, config.block_size, self.kv_format)
         with torch.inference_mode():
-            self._model = self._load(compute)
+            with _explained():
+                self._model = self._load(compute)
             self.capacity = self._size(block_bytes)
             self._pool = KVPool(
                 self.model_config.kv_shape,
@@ -155,6 +157,17 @@ class CpuExecutor:
                 f"{blocks} blocks of {block_bytes} bytes do not fit into {(free - cpu_bytes) >> 20} MiB of free RAM",
             )
         return Capacity(blocks, cpu_bytes // block_bytes, block_bytes)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """RAM that does not suffice for the model, in the engine's own error: torch has no type for it on the CPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise MemoryBudgetError("MODEL", f"the model does not fit into the free RAM: {error}") from error
 
 
 def _compute_dtype(options: ExecutorConfig, model: ModelConfig) -> ComputeDtype:

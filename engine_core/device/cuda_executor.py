@@ -74,12 +74,13 @@ class CudaExecutor:
         cuda_support.refuse_unsupported(config, self.model_config)
         self._dtype = _DTYPES[compute]
         self.kv_format = resolve_kv_cache_dtype(config.kv_cache_dtype, compute)
-        self._stream = torch.cuda.Stream()
         self._pending: deque[_Pending] = deque()
         self._sampled_before: dict[str, int] = {}
         self._completed_at = 0.0
-        with torch.cuda.stream(self._stream), _explained():
-            self._load()
+        with _explained():
+            self._stream = torch.cuda.Stream()
+            with torch.cuda.stream(self._stream):
+                self._load()
 
     def _load(self) -> None:
         """Everything that is no KV block first: what is left then is known."""
@@ -263,8 +264,11 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        less = "a smaller --max-num-batched-tokens needs less workspace"
+        less = "less workspace is needed with smaller --max-num-batched-tokens, --max-num-seqs or --max-model-len"
         problem = f"the model and its workspace do not fit into the GPU's free memory; {less}: {error}"
         raise MemoryBudgetError("MODEL", problem) from error
+    except torch.AcceleratorError as error:  # of the driver; even a context needs some hundred MiB
+        problem = str(error).partition("\n")[0]
+        raise EngineError(f"the GPU cannot be used: {problem}; `nvidia-smi` lists what else uses it") from error
     except KernelError as error:
         raise EngineError(str(error)) from error

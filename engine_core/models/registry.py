@@ -7,6 +7,7 @@ Does not know: tensors; torch is not needed here, so that a wrong model is refus
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ def _model_config(path: Path, file: Path, raw: Mapping[str, Any]) -> ModelConfig
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_above_zero(file, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=max_positions,
         rope=_rope(file, raw, max_positions),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -188,6 +189,14 @@ def _positive(file: Path, raw: Mapping[str, Any], key: str, default: int | None 
     return value
 
 
+def _above_zero(file: Path, key: str, value: Any) -> float:
+    """The number, refused unless it is finite and above 0: every answer would be nonsense otherwise."""
+    number = float(value)
+    if not 0.0 < number < math.inf:
+        raise CheckpointError(file, f"{key} is {value!r}; a finite number above 0 is needed")
+    return number
+
+
 def _rope(file: Path, raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """From `rope_scaling` (`type` or `rope_type`) or the newer `rope_parameters`; absent, null and {} are "default"."""
     scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
@@ -198,8 +207,8 @@ def _rope(file: Path, raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     given = {key: float(scaling[key]) for key in _ROPE_NUMBERS if scaling.get(key) is not None}
     return RopeConfig(
         kind=kind,
-        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        factor=float(scaling.get("factor") or max_positions / original),
+        theta=_above_zero(file, "rope_theta", scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        factor=_above_zero(file, "rope scaling's factor", scaling.get("factor") or max_positions / original),
         original_max_positions=original,
         **given,
     )

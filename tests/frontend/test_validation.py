@@ -40,6 +40,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("top_k", {"top_k": -2}),
     ("min_p", {"min_p": 2}),
     ("repetition_penalty", {"repetition_penalty": 0}),
+    ("repetition_penalty", {"repetition_penalty": 0.001}),
+    ("repetition_penalty", {"repetition_penalty": 10.1}),
     ("presence_penalty", {"presence_penalty": 3}),
     *(("max_tokens", {"max_tokens": value}) for value in (-1, 0, 1.5, "many")),
     *(("n", {"n": value}) for value in (0, -1, 10**6, True)),

@@ -352,3 +352,13 @@ def test_launches_go_to_the_current_stream() -> None:
 def test_a_kernel_is_loaded_once() -> None:
     assert loader.load("silu_multiply", ACTIVATION_BF16=0) is loader.load("silu_multiply", ACTIVATION_BF16=0)
     assert loader.load("silu_multiply", ACTIVATION_BF16=0).attribute("num_regs") > 0
+
+
+def test_a_driver_that_fails_at_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA driver initialization failed\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    with pytest.raises(KernelUnavailable, match="cannot be used: CUDA driver initialization failed; `nvidia-smi`"):
+        loader._require_device.__wrapped__()

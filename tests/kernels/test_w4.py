@@ -325,9 +325,21 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(w4, "_properties", lambda: device)
     monkeypatch.setattr(w4, "load", recorded)
     monkeypatch.setattr(w4, "check_tensor", lambda *args, alignment=16: checks.check_layout(*args))
+    monkeypatch.setattr(w4, "check_place", lambda *_: None)
     w4._plan.cache_clear()
     yield recorded
     w4._plan.cache_clear()
+
+
+def test_a_matrix_that_is_not_on_the_gpu_is_refused(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever x is: the kernel would read host memory."""
+    monkeypatch.setattr(w4, "check_place", checks.check_place)
+    matrix = random_matrix(64, 128, 128)
+    with pytest.raises(KernelArgumentError, match=r"matrix\.codes is on cpu"):
+        w4_linear(torch.zeros(2, 128).half(), matrix, torch.zeros(2, 64).half())
+    with pytest.raises(KernelArgumentError, match=r"matrix\.codes is on cpu"):
+        w4_dequantize(matrix, torch.zeros(64, 128).half())
+    assert not launches.arguments
 
 
 def test_the_forms_that_add(launches: Launches) -> None:

@@ -8,12 +8,13 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from coldblock.protocol.client import AsyncClient
 from coldblock.protocol.errors import ColdblockError, RequestRefused
 from coldblock.protocol.messages import Finished, Refused, Submit
-from coldblock.tools.bench import jitter, main, measure, report, serve, swap
+from coldblock.tools.bench import jitter, kernels, main, measure, report, serve, swap
 from coldblock.tools.errors import ToolError
 from fake_engine import MODEL, FakeEngine, swap_event, usage
 
@@ -221,6 +222,21 @@ def test_flags_that_no_shell_could_read_are_refused(capsys: pytest.CaptureFixtur
 def test_a_shape_without_weights_says_how_to_measure_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--model=qwen2.5-3b"]) == 2
     assert "--load-format dummy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--http", "--versus-transformers"])
+def test_what_a_shape_has_not_is_refused_before_measuring(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--model=qwen2.5-3b", "--load-format=dummy", flag]) == 2
+    assert f"{flag} needs a model with weights and tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [serve, swap, jitter, kernels])
+def test_a_folder_that_cannot_be_is_refused_before_measuring(
+    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert command.main([f"--out={tmp_path / 'file' / 'results'}"]) == 1
+    assert "--out" in capsys.readouterr().err
 
 
 def test_table_aligns_and_rounds() -> None:

@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     settings = load(JitterSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
     try:
         report.require_plotting()
+        report.require_folder(settings.out)
         resolve_model(settings.model)
         return run_until_signal(lambda: run(settings))
     except (ColdblockError, UsageError) as error:

@@ -59,6 +59,15 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def require_folder(out: Path | None) -> None:
+    """Make the folder that `--out` names before anything is measured. Raises ToolError when that cannot be."""
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ToolError(f"--out {out}: {error.strerror}") from error
+
+
 def write(folder: Path, name: str, settings: Mapping[str, Any], model: ModelInfo | None, results: Any) -> Path:
     """Write bench-NAME.json; returns its path. Raises ToolError when the folder cannot be written."""
     content = {

@@ -126,6 +126,8 @@ def main(argv: list[str]) -> int:
     settings = load(ServeSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
     try:
         report.require_plotting()
+        report.require_folder(settings.out)
+        refuse_without_weights(settings)
         if settings.versus_transformers:
             require_transformers()
         if settings.endpoint is None and settings.load_format == "auto":
@@ -133,6 +135,14 @@ def main(argv: list[str]) -> int:
         return run_until_signal(lambda: run(settings))
     except (ColdblockError, UsageError) as error:
         return show_error(PROG, error)
+
+
+def refuse_without_weights(settings: ServeSettings) -> None:
+    """Raises UsageError for what needs more of a model than its shape."""
+    wanting = {"--versus-transformers": settings.versus_transformers, "--http": settings.http}
+    for flag, asked in wanting.items():
+        if asked and settings.load_format == "dummy" and settings.endpoint is None:
+            raise UsageError(f"{flag} needs a model with weights and tokenizer; --load-format dummy has neither")
 
 
 async def run(settings: ServeSettings) -> int:

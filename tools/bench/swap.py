@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
     settings = load(SwapSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
     try:
         report.require_plotting()
+        report.require_folder(settings.out)
         resolve_model(settings.model)
         return run_until_signal(lambda: run(settings))
     except (ColdblockError, UsageError) as error:

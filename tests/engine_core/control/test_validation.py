@@ -26,6 +26,7 @@ from scheduler_harness import VOCAB, Harness
         ("min_p", 1.5),
         ("seed", 2**63),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-300),  # 0 in fp32: logits would become infinite
         ("repetition_penalty", math.inf),
         ("presence_penalty", 2.1),
         ("frequency_penalty", math.nan),

@@ -178,6 +178,14 @@ def test_too_much_memory_names_the_flag(model: tuple[Path, Any], settings: dict[
     assert caught.value.flag == flag
 
 
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    edit_config(tmp_path, vocab_size=10**13)
+    with pytest.raises(MemoryBudgetError, match="MODEL: the model does not fit into the free RAM") as caught:
+        make_executor(tmp_path, load_format="dummy")
+    assert caught.value.flag == "MODEL"
+
+
 def test_wrong_kv_dtype(model: tuple[Path, Any]) -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         make_executor(model[0], kv_cache_dtype="int3")

@@ -364,6 +364,30 @@ def test_too_much_memory_names_the_flag(
     assert caught.value.flag == flag
 
 
+def test_a_workspace_that_does_not_fit_names_the_flags(
+    make: Make, model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits grow with the sequences, deterministic attention with the length."""
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("coldblock.engine_core.device.cuda_executor.Workspace", refuse)
+    with pytest.raises(MemoryBudgetError, match=r"--max-num-batched-tokens, --max-num-seqs or --max-model-len"):
+        make(model[0])
+
+
+def test_a_gpu_that_refuses_a_context_is_said(
+    make: Make, model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ...")
+
+    monkeypatch.setattr(torch.cuda, "Stream", refuse)
+    with pytest.raises(EngineError, match=r"^the GPU cannot be used: CUDA error: out of memory; `nvidia-smi`"):
+        make(model[0])
+
+
 def test_what_a_gpu_cannot_serve_is_refused(make: Make, model: tuple[Path, Any], tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="--block-size"):
         make(model[0], block_size=8)

@@ -96,6 +96,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
     monkeypatch.setattr(pages, "check_place", check_place)
+    monkeypatch.setattr(w4, "check_place", check_place)
     Recorder.launches.clear()
     clear_caches()
     for module in MODULES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,11 @@ def test_rope_parameters_of_newer_files(tmp_path: Path) -> None:
         ({"rope_scaling": [1]}, "wrong kind"),
         ({"rope_scaling": {"type": "linear", "factor": "a"}}, "wrong kind.*'a'"),
         ({"rms_norm_eps": None}, "wrong kind"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1; a finite number above 0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+        ({"rope_theta": -5.0}, "rope_theta is -5.0"),
+        ({"rope_theta": math.inf}, "rope_theta is inf"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor is -2"),
         ({"quantization_config": "awq"}, "wrong kind"),
     ],
 )
