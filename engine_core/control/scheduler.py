@@ -77,6 +77,7 @@ MAX_COPY_FAILURES = 3  # after so many in a row, a request's KV is recomputed in
 AGING_S = 10.0  # so long must a request wait to pass one that has a priority of 1 more
 WRITE_BEHIND_BYTES = 32 << 20  # about so much is copied ahead of need at a time: a copy that is needed waits for it
 WRITE_BEHIND_MOVES = 4  # at a time
+WRITE_BEHIND_LEAST = 16  # blocks of running requests, as a copy costs the step that begins it as much whatever its size
 YOUNGEST = 16  # of so many running requests blocks are copied ahead of need
 WRITE_BEHIND_PAUSE_S = 1.0  # after a copy ahead of need has failed
 
@@ -153,6 +154,7 @@ class Scheduler:
         self._updates: list[Update] = []
         self._write_behind_from = 0.0  # not before this time
         self._write_behind_blocks = max(1, WRITE_BEHIND_BYTES // config.block_bytes)
+        self._write_behind_least = min(WRITE_BEHIND_LEAST, config.num_gpu_blocks // WRITE_BEHIND_LEAST)
 
     # ------------------------------------------------------------ requests come and go
 
@@ -554,6 +556,8 @@ class Scheduler:
             yield None, cached
         # The young leave first, by most policies: no need to look at all.
         behind = list(islice((r for r in running if r.computed_tokens // size > r.written_blocks), YOUNGEST))
+        if sum(r.computed_tokens // size - r.written_blocks for r in behind) < self._write_behind_least:
+            return
         while behind and (most := self._write_behind_room()):
             request = self._victims.choose(behind)
             behind.remove(request)

@@ -44,8 +44,9 @@ log = logging.getLogger(__name__)
 
 DEVICE = "cuda"
 DETERMINISTIC_ROWS = 64  # of every pass: hardly slower than fewer
-SHORT_STEP_TOKENS = 64  # a step of so few tokens runs as rows, whatever its chunks
-SHORT_STEP_CONTEXT = 16384  # unless its rows would read more tokens' K and V than this
+LEAST_ROWS = 64  # that a pass may have
+SHORT_STEP_TOKENS = 256  # a step of so few tokens runs as rows, if a pass has so many, whatever its chunks
+SHORT_STEP_READS = 2048  # unless its rows would read more tokens' K and V than this for each multiprocessor
 CAPTURED_AT_START = 256  # larger graphs are captured when they are first needed
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -78,6 +79,7 @@ class CudaExecutor:
         self._sampled_before: dict[str, int] = {}
         self._completed_at = 0.0
         with _explained():
+            self._multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
             self._stream = torch.cuda.Stream()
             with torch.cuda.stream(self._stream):
                 self._load()
@@ -119,7 +121,7 @@ class CudaExecutor:
     def _decide_sizes(self) -> RunnerSizes:
         config = self._config
         max_len = config.max_model_len or self.model_config.max_position_embeddings
-        rows = max(config.max_num_seqs, SHORT_STEP_TOKENS)
+        rows = max(config.max_num_seqs, LEAST_ROWS)
         return RunnerSizes(
             buckets=[DETERMINISTIC_ROWS] if config.deterministic else buckets(rows),
             max_tokens=config.max_num_batched_tokens,
@@ -225,7 +227,8 @@ class CudaExecutor:
         if not several or self._config.deterministic:
             return []
         reads = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens) for chunk in chunks)
-        if sum(chunk.num_tokens for chunk in chunks) <= SHORT_STEP_TOKENS and reads <= SHORT_STEP_CONTEXT:
+        tokens, most = sum(chunk.num_tokens for chunk in chunks), min(SHORT_STEP_TOKENS, self._sizes.max_rows)
+        if tokens <= most and reads <= SHORT_STEP_READS * self._multiprocessors:
             return []
         return sorted(several, key=lambda i: -(chunks[i].start + chunks[i].num_tokens))
 

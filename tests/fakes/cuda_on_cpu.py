@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import fields
 from inspect import Parameter, signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,7 @@ def emulate_device(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.cuda, "Event", Nothing),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.cuda, "get_device_name", lambda: "emulated"),
+        (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4)),
         (torch.cuda, "mem_get_info", lambda: (FREE, 2 * FREE)),
         (torch.cuda, "get_per_process_memory_fraction", lambda: 1.0),
     ):

@@ -7,7 +7,7 @@ from array import array
 import pytest
 from coldblock.engine_core.control.plan import Direction
 from coldblock.engine_core.control.request import State
-from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, WRITE_BEHIND_PAUSE_S
+from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, WRITE_BEHIND_LEAST, WRITE_BEHIND_PAUSE_S
 from coldblock.engine_core.control.swap import Block, Residency
 from scheduler_harness import Harness
 
@@ -117,6 +117,15 @@ def test_full_blocks_are_copied_ahead_of_need_and_never_twice() -> None:
     out = next(swap for swap in harness.swaps if (swap.request_id, swap.phase) == ("first", "swapped"))
     assert out.blocks == 1, "what was copied before was copied again"
     assert harness.phases("resumed") == ["first"]
+
+
+def test_blocks_of_running_requests_are_copied_many_at_a_time() -> None:
+    """A copy of one block costs the step that begins it as much as one of many."""
+    harness = Harness(num_gpu_blocks=64, num_cpu_blocks=64, write_behind_above=0.0)
+    harness.add("long", range(5), 48 * harness.scheduler.config.block_size)
+    harness.run()
+    ahead = [swap.blocks for swap in harness.swaps if swap.reason == "write_behind"]
+    assert len(ahead) > 5 and min(ahead) == 64 // WRITE_BEHIND_LEAST
 
 
 def test_nothing_is_copied_ahead_while_the_pool_is_empty_enough() -> None:

@@ -14,7 +14,7 @@ from coldblock.engine_core.control.plan import NO_TOKENS, BlockMove, Chunk, Dire
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
-from coldblock.engine_core.device.cuda_executor import SHORT_STEP_TOKENS, CudaExecutor
+from coldblock.engine_core.device.cuda_executor import LEAST_ROWS, CudaExecutor
 from coldblock.engine_core.errors import EngineError, MemoryBudgetError
 from cuda_on_cpu import emulate
 from tiny_models import GREEDY, chunk, copy_blocks, quantize, run_step, save_tiny
@@ -206,7 +206,7 @@ def test_one_token_feeds_the_next_step_before_anybody_reads_it(executor: CudaExe
 
 def test_a_mixed_step_samples_decode_and_prefill(executor: CudaExecutor) -> None:
     """A decode row that is fed from the step before, beside a chunk that is too large for rows."""
-    assert len(PROMPTS["d"]) > SHORT_STEP_TOKENS
+    assert len(PROMPTS["d"]) > LEAST_ROWS
     wanted = {name: generate(executor, [name], new=2)[name] for name in ("a", "d")}
     executor.begin_step(StepPlan(1, (chunk("a", PROMPTS["a"], 0, TABLES["a"], GREEDY),), ()))
     mixed = (ahead("a", 85, TABLES["a"]), chunk("d", PROMPTS["d"], 0, TABLES["d"], GREEDY))

@@ -16,7 +16,7 @@ import torch
 from coldblock.engine_core.control.plan import StepPlan
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device.config import ExecutorConfig
-from coldblock.engine_core.device.cuda_executor import CudaExecutor
+from coldblock.engine_core.device.cuda_executor import LEAST_ROWS, SHORT_STEP_READS, CudaExecutor
 from coldblock.kernels import (
     checks,
     decode_attention,
@@ -145,3 +145,18 @@ def test_a_steps_launches(
     assert ("w4_wide" in launched) == (architecture == "sm_90a")
     assert {"paged_prefill", "paged_prefill_hopper"} & launched
     executor.close()
+
+
+def test_a_short_chunk_behind_a_long_prefix_runs_as_rows(architecture: str, tmp_path: Path) -> None:
+    """It takes the launches of a graph instead of several hundred, unless attention as rows would read too much."""
+    save_tiny(tmp_path, "qwen2", head_dim=64)
+    executor = CudaExecutor(ExecutorConfig(tmp_path, num_gpu_blocks=64, max_num_seqs=8, compute_dtype="fp16"))
+    most = SHORT_STEP_READS * DEVICES[architecture][0]
+
+    def together(tokens: int, start: int) -> list[int]:
+        return executor._together([chunk("a", [1] * tokens, start, range(64))])
+
+    assert together(LEAST_ROWS, 0) == []
+    assert together(LEAST_ROWS + 1, 0) == [0]
+    assert together(16, most // 16 - 16) == []
+    assert together(16, most // 16 - 15) == [0]
