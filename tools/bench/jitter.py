@@ -24,7 +24,17 @@ from ..errors import report as show_error
 from . import report
 from .engines import inward, outward, require_model
 from .measure import Timeline, distribution
-from .pressure import GROUP_COLUMNS, Observed, PressureSettings, group_rows, grouped, observe, summarize_group
+from .pressure import (
+    BYSTANDERS,
+    GROUP_COLUMNS,
+    VICTIMS,
+    Observed,
+    PressureSettings,
+    group_rows,
+    grouped,
+    observe,
+    summarize_group,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +43,7 @@ PROG = "coldblock bench jitter"
 POOL_SHARE = 0.6  # so that some stay
 
 Span = tuple[float, float]
+_COLORS = {False: "tab:orange", True: "tab:green"}  # of bystanders and victims, as in the other panel
 
 
 class JitterSettings(PressureSettings):
@@ -75,6 +86,8 @@ def summarize(calm: Observed, pressed: Observed) -> dict[str, Any]:
     """Distributions in seconds, and what the pressure led to."""
     groups = grouped(calm.timelines, pressed.timelines)
     return {
+        "blocks": pressed.model.num_gpu_blocks,
+        "blocks_for_all": calm.model.num_gpu_blocks,
         "gaps": {name: distribution([gap for line in group for gap in line.gaps]) for name, group in groups.items()},
         "requests": {name: summarize_group(group) for name, group in groups.items()},
         "beside_copies": beside_copies(pressed.timelines, copy_spans(pressed.copies, pressed.clock_offset)),
@@ -97,9 +110,9 @@ def beside_copies(timelines: Sequence[Timeline], copies: Sequence[Span]) -> dict
     beside: defaultdict[int, list[float]] = defaultdict(list)
     without: defaultdict[int, list[float]] = defaultdict(list)
     for begun, ended in _bystanders_gaps(timelines):
-        half = (ended - begun) / 2
-        in_step = bisect_right(arrivals, ended + half) - bisect_right(arrivals, ended - half)
-        if half > 0 and not _overlaps(begun, ended, prompts):
+        near = (ended - begun) / 4  # the tokens of a step arrive together, those of the next one later
+        in_step = bisect_right(arrivals, ended + near) - bisect_right(arrivals, ended - near)
+        if near > 0 and not _overlaps(begun, ended, prompts):
             (beside if _overlaps(begun, ended, copies) else without)[in_step].append(ended - begun)
     comparable = beside.keys() & without.keys()
     expected = sum(len(beside[number]) * fmean(without[number]) for number in comparable)
@@ -168,8 +181,8 @@ def render(results: Mapping[str, Any], kv_cache_dtype: str) -> str:
         [
             report.table(("between two tokens", "tokens", "p50 ms", "p95 ms", "p99 ms", "max ms"), rows) + "\n",
             report.table(GROUP_COLUMNS, group_rows(kv_cache_dtype, results["requests"])) + "\n",
-            f"bystanders' time per token beside copies: {ratio} (no prompt computed, as many requests in the step; "
-            f"{beside['compared']} tokens)",
+            f"bystanders' time per token beside copies: {ratio},",
+            f"  prompts left out, by equal numbers of requests in a step ({beside['compared']} tokens)",
             f"{counters['swaps']} swaps, {counters['resumes']} resumes, {counters['recomputes']} recomputes",
         ]
     )
@@ -189,18 +202,21 @@ def _plot_timeline(pressed: Observed, axes: Axes) -> None:
     """Tokens of each request over time, thick while it was swapped out; below, when blocks were copied."""
     zero = min(timeline.submitted for timeline in pressed.timelines)
     for timeline in pressed.timelines:
-        color = "tab:orange" if timeline.is_victim else "tab:blue"
         times = [arrival - zero for arrival in timeline.arrivals]
-        axes.plot(times, range(1, len(times) + 1), color=color, linewidth=0.8)
+        axes.plot(times, range(1, len(times) + 1), color=_COLORS[timeline.is_victim], linewidth=0.8)
         for begun, ended in swapped_out_spans(timeline, pressed.clock_offset):
             height = bisect_right(timeline.arrivals, begun)
             axes.plot([begun - zero, ended - zero], [height, height], color="tab:red", linewidth=2.5)
     strip = max(len(timeline.arrivals) for timeline in pressed.timelines) / 25
-    for row, (copies, color) in enumerate(((outward(pressed.copies), "tab:green"), (inward(pressed.copies), "black"))):
+    ways = ((outward(pressed.copies), "copies out", "tab:gray"), (inward(pressed.copies), "copies in", "black"))
+    for row, (copies, label, color) in enumerate(ways):
         spans = [(begun - zero, ended - begun) for begun, ended in copy_spans(copies, pressed.clock_offset)]
-        axes.broken_barh(spans, (-strip * (row + 1), 0.8 * strip), color=color)
-    axes.set_xlabel("s; below: copies out (green), in (black)")
-    axes.set_ylabel("tokens: bystanders blue, victims orange, red: out")
+        axes.broken_barh(spans, (-strip * (row + 1), 0.8 * strip), color=color, label=label)
+    for label, color in ((BYSTANDERS, _COLORS[False]), (VICTIMS, _COLORS[True]), ("swapped out", "tab:red")):
+        axes.plot([], [], color=color, label=label)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("tokens of each request")
+    axes.legend(fontsize=7)
 
 
 def swapped_out_spans(timeline: Timeline, clock_offset: float) -> list[Span]:

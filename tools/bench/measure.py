@@ -135,7 +135,10 @@ def greedy(new_tokens: int) -> SamplingParams:
 def random_prompts(
     seed: int, count: int, length: int, model: ModelInfo, flag: str = "--prompt-tokens"
 ) -> list[list[int]]:
-    """Prompts that share no beginning, so that the prefix cache helps none. Raises ToolError, with the flag, if they cannot."""
+    """Prompts that share no beginning, so that the prefix cache helps none. Raises ToolError when they cannot fit.
+
+    `flag` is where the user gave the length.
+    """
     if length >= model.max_request_tokens:
         raise ToolError(f"{flag} {length}: this engine takes at most {model.max_request_tokens - 1}")
     dice = random.Random(seed)

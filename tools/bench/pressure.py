@@ -33,7 +33,9 @@ class PressureSettings(EngineChoice):
     requests: int = Field(8, ge=2, description="requests that run at once")
     prompt_tokens: int = Field(32, ge=1, description="length of each prompt")
     new_tokens: int = Field(96, ge=2, description="tokens of each answer")
-    num_gpu_blocks: int | None = Field(None, ge=1, description="blocks of the small pool; see --help if absent")
+    num_gpu_blocks: int | None = Field(
+        None, ge=1, description="blocks of the small pool; a share of what all requests need if absent"
+    )
 
     @field_validator("engine_flags")
     @classmethod

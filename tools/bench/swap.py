@@ -58,7 +58,8 @@ def main(argv: list[str]) -> int:
     settings = load(SwapSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
     try:
         report.require_plotting()
-        settings.pools(swap_load.POOL_SHARE)
+        if "load" in settings.cases:
+            settings.pools(swap_load.POOL_SHARE)
         require_model(settings)
         return run_until_signal(lambda: run(settings))
     except (ColdblockError, UsageError) as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POOL_SHARE = 1 / 3
-COUNTED = ("swaps", "resumes", "recomputes", "rejected", "write_behind_blocks", "prefetch_blocks")
+COUNTED = ("swaps", "recomputes", "rejected", "write_behind_blocks", "prefetch_blocks")
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def summarize(kv_cache_dtype: str, new_tokens: int, calm: Observed, pressed: Obs
 
 
 def render(results: Sequence[LoadResult]) -> str:
-    """Three tables: throughput and counts, how requests fared, copies."""
-    columns = ("load", "blocks", "tok/s", "with room", "ratio", "completed", *COUNTED[:4], "ahead", "prefetched")
+    """Three tables: throughput and counts (blocks copied ahead of need, and prefetched), how requests fared, copies."""
+    columns = ("load", "blocks", "tok/s", "with room", "ratio", "done", *COUNTED[:3], "ahead", "prefetched")
     counts = [
         (
             result.kv_cache_dtype,
