@@ -1,8 +1,8 @@
 """Swaps and what they cost: forced ones, a load under pressure, a long request, a prefix that fell out of the pool.
 
 Owns: the list of cases, and what the command prints, writes and returns. Does not know: what a case does. A case is a
-module with `measure` for one KV format, `render` and `panel`; its results are dataclasses that know whether they
-`passed`.
+module with `measure` for one KV format, `render`, and plots in `PANELS`; its results are dataclasses that know whether
+they `passed`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def run(settings: SwapSettings) -> int:
     folder = settings.out or report.default_folder()
     plain = {case: [asdict(result) for result in found] for case, found in results.items()}
     written = report.write(folder, "swap", settings.model_dump(), model, plain)
-    panels = [partial(CASES[case].panel, found) for case, found in results.items()]
+    panels = [partial(plot, found) for case, found in results.items() for plot in CASES[case].PANELS]
     plotted = report.plot(folder, "swap", f"Swaps, {settings.model}", panels)
     print(f"written: {written}, {plotted}")
     return EXIT_OK if all(result.passed for found in results.values() for result in found) else EXIT_FAILED

@@ -96,7 +96,7 @@ def render(results: Sequence[LoadResult]) -> str:
     )
 
 
-def panel(results: Sequence[LoadResult], axes: Axes) -> None:
+def _plot_throughput(results: Sequence[LoadResult], axes: Axes) -> None:
     """Draw both throughputs."""
     places = range(len(results))
     axes.bar([place - 0.2 for place in places], [r.tokens_per_s for r in results], width=0.4, label="under pressure")
@@ -105,3 +105,19 @@ def panel(results: Sequence[LoadResult], axes: Axes) -> None:
     axes.set_title(f"{results[0].requests} requests on {results[0].blocks} of {results[0].blocks_for_all} blocks")
     axes.set_ylabel("tokens/s")
     axes.legend()
+
+
+def _plot_bandwidth(results: Sequence[LoadResult], axes: Axes) -> None:
+    """Draw the copies' bandwidth, and the link's as a line over it."""
+    for offset, way in ((-0.2, "out"), (0.2, "in")):
+        places = [place + offset for place in range(len(results))]
+        axes.bar(places, [result.copies[way]["gb_per_s"] for result in results], width=0.38, label=way)
+        for place, result in zip(places, results, strict=True):
+            axes.hlines(result.copies[way]["link_gb_per_s"], place - 0.19, place + 0.19, color="black")
+    axes.set_xticks(range(len(results)), [result.kv_cache_dtype for result in results])
+    axes.set_title("copies meanwhile; black: the link alone")
+    axes.set_ylabel("GB/s")
+    axes.legend()
+
+
+PANELS = (_plot_throughput, _plot_bandwidth)

@@ -153,7 +153,7 @@ def render(results: Sequence[LongResult]) -> str:
     return report.table(columns, rows)
 
 
-def panel(results: Sequence[LongResult], axes: Axes) -> None:
+def _plot(results: Sequence[LongResult], axes: Axes) -> None:
     """Draw the copies beside what the link takes."""
     places = range(len(results))
     copies = [1e3 * (result.copy_out_s + result.copy_in_s) for result in results]
@@ -163,3 +163,6 @@ def panel(results: Sequence[LongResult], axes: Axes) -> None:
     axes.set_title(f"{results[0].tokens} tokens out and in")
     axes.set_ylabel("ms")
     axes.legend()
+
+
+PANELS = (_plot,)

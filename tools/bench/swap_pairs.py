@@ -132,7 +132,7 @@ def render(results: Sequence[FormatResult]) -> str:
     return report.table(columns, rows)
 
 
-def panel(results: Sequence[FormatResult], axes: Axes) -> None:
+def _plot(results: Sequence[FormatResult], axes: Axes) -> None:
     """Draw the copies of a swap."""
     places = range(len(results))
     out = [1e3 * result.copy_out_s / max(1, result.swaps) for result in results]
@@ -143,3 +143,6 @@ def panel(results: Sequence[FormatResult], axes: Axes) -> None:
     axes.set_title(f"forced swap of {BLOCKS} blocks")
     axes.set_ylabel("copy, ms a swap")
     axes.legend()
+
+
+PANELS = (_plot,)

@@ -110,7 +110,7 @@ def render(results: Sequence[PrefixResult]) -> str:
     return report.table(columns, rows)
 
 
-def panel(results: Sequence[PrefixResult], axes: Axes) -> None:
+def _plot(results: Sequence[PrefixResult], axes: Axes) -> None:
     """Draw both times to the first token."""
     places = range(len(results))
     axes.bar([place - 0.2 for place in places], [1e3 * r.first_ttft_s for r in results], width=0.4, label="computed")
@@ -119,3 +119,6 @@ def panel(results: Sequence[PrefixResult], axes: Axes) -> None:
     axes.set_title(f"a prefix of {results[0].tokens} tokens")
     axes.set_ylabel("time to first token, ms")
     axes.legend()
+
+
+PANELS = (_plot,)
