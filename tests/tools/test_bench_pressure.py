@@ -113,6 +113,18 @@ async def test_the_cpus_link_is_its_memory() -> None:
     assert LINK.seconds(10**9, 10**9) == pytest.approx(1 / 50 + 1 / 40)
 
 
+async def test_a_bus_that_cannot_be_measured_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ToolError, match="between GPU and CPU memory could not be measured"):
+        await link.measure_link(replace(MODEL, device="cuda"))
+
+
+@pytest.mark.gpu
+async def test_the_bus_is_measured_both_ways() -> None:
+    found = await link.measure_link(replace(MODEL, device="cuda"))
+    assert min(found.out_gb_per_s, found.in_gb_per_s) > 0.5
+
+
 # ---------------------------------------------------------------- the load
 
 

@@ -104,7 +104,8 @@ def _plot_throughput(results: Sequence[LoadResult], axes: Axes) -> None:
     axes.set_xticks(list(places), [f"{result.kv_cache_dtype}\n{result.ratio:.2f}" for result in results])
     axes.set_title(f"{results[0].requests} requests on {results[0].blocks} of {results[0].blocks_for_all} blocks")
     axes.set_ylabel("tokens/s")
-    axes.legend()
+    axes.margins(y=0.2)
+    axes.legend(ncols=2, loc="upper center")
 
 
 def _plot_bandwidth(results: Sequence[LoadResult], axes: Axes) -> None:
@@ -117,7 +118,8 @@ def _plot_bandwidth(results: Sequence[LoadResult], axes: Axes) -> None:
     axes.set_xticks(range(len(results)), [result.kv_cache_dtype for result in results])
     axes.set_title("copies meanwhile; black: the link alone")
     axes.set_ylabel("GB/s")
-    axes.legend()
+    axes.margins(y=0.2)
+    axes.legend(ncols=2, loc="upper center")
 
 
 PANELS = (_plot_throughput, _plot_bandwidth)

@@ -162,7 +162,8 @@ def _plot(results: Sequence[LongResult], axes: Axes) -> None:
     axes.set_xticks(list(places), [f"{result.kv_cache_dtype}\n{result.ratio:.2f}" for result in results])
     axes.set_title(f"{results[0].tokens} tokens out and in")
     axes.set_ylabel("ms")
-    axes.legend()
+    axes.margins(y=0.2)
+    axes.legend(ncols=2, loc="upper center")
 
 
 PANELS = (_plot,)

@@ -142,7 +142,8 @@ def _plot(results: Sequence[FormatResult], axes: Axes) -> None:
     axes.set_xticks(list(places), [result.kv_cache_dtype for result in results])
     axes.set_title(f"forced swap of {BLOCKS} blocks")
     axes.set_ylabel("copy, ms a swap")
-    axes.legend()
+    axes.margins(y=0.2)
+    axes.legend(ncols=2, loc="upper center")
 
 
 PANELS = (_plot,)

@@ -118,7 +118,8 @@ def _plot(results: Sequence[PrefixResult], axes: Axes) -> None:
     axes.set_xticks(list(places), [f"{result.kv_cache_dtype}\n{result.ratio:.2f}" for result in results])
     axes.set_title(f"a prefix of {results[0].tokens} tokens")
     axes.set_ylabel("time to first token, ms")
-    axes.legend()
+    axes.margins(y=0.2)
+    axes.legend(ncols=2, loc="upper center")
 
 
 PANELS = (_plot,)
