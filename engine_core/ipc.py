@@ -417,5 +417,6 @@ def _finished(update: FinishedUpdate) -> messages.Finished:
         prefill_s=update.prefill_s,
         decode_s=update.decode_s,
         moved_bytes=update.moved_bytes,
+        recomputes=update.recomputes,
     )
     return messages.Finished(update.reason, usage, update.stop_token, update.error)

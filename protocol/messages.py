@@ -139,7 +139,8 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 class Usage(Struct, frozen=True, array_like=True):
     """Totals of one finished request. Seconds are durations; `stall_s` is the time it was swapped out. `moved_bytes`:
-    its KV blocks copied between the tiers, in either direction and for whatever reason.
+    its KV blocks copied between the tiers, in either direction and for whatever reason. `recomputes`: how often its KV
+    was dropped instead, to be computed again.
     """
 
     prompt_tokens: int
@@ -151,6 +152,7 @@ class Usage(Struct, frozen=True, array_like=True):
     prefill_s: float
     decode_s: float
     moved_bytes: int = 0
+    recomputes: int = 0
 
 
 class Finished(Struct, frozen=True, array_like=True):

@@ -94,7 +94,7 @@ def resolve_model(name_or_path: str, *, report: Report | None = None) -> Path:
     if name_or_path not in KNOWN_MODELS:
         raise UsageError(
             f"MODEL {name_or_path!r} is neither a folder nor a known model ({', '.join(KNOWN_MODELS)}); "
-            "a shape without weights, such as qwen2.5-3b, is for `coldblock bench serve --load-format dummy`"
+            "a shape without weights, such as qwen2.5-3b, is for `coldblock bench` with --load-format dummy"
         )
     target = models_dir() / name_or_path
     return target if is_complete(target) else fetch_model(name_or_path, report=report or _to_stderr)

@@ -85,7 +85,10 @@ class IllegalTransition(RuntimeError):
 
 @dataclass(slots=True)
 class Copied:
-    """What the copies that one change of a request's state takes came to. Those that ran together count once."""
+    """What the copies that one change of a request's state takes came to.
+
+    They have one direction, so they ran one after another: durations add up, and the longest wait covers the others.
+    """
 
     blocks: int = 0
     seconds: float = 0.0
@@ -146,7 +149,7 @@ class Request:
     copy_failures: int = 0  # in a row
     gave_way: bool = False  # it has been swapped out for a newcomer
     denied_room: bool = False  # as a newcomer it wanted others to give way, and the CPU budget did not allow it
-    preempted: bool = False
+    recomputes: int = 0  # its KV was dropped, to be computed again
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)

@@ -703,7 +703,7 @@ class Scheduler:
         while move.waiting:
             waiting = move.waiting.pop()
             waiting.awaits.remove(move)
-            waiting.copied.seconds = max(waiting.copied.seconds, done.seconds)
+            waiting.copied.seconds += done.seconds
             waiting.copied.queued_s = max(waiting.copied.queued_s, done.queued_s)
             waiting.copied.error = waiting.copied.error or done.error
             if not waiting.awaits:
@@ -836,7 +836,7 @@ class Scheduler:
         request.on(Event.PREEMPT)
         request.end_stall(now)
         request.computed_tokens = 0
-        request.preempted = True
+        request.recomputes += 1
         insort(self._waiting, request, key=_queue_key)
         self.counters.preemptions += 1
 
@@ -1040,7 +1040,7 @@ def _seniority(request: Request) -> tuple[float, int]:
 
 def _queue_key(request: Request) -> tuple[bool, float, int]:
     """Recomputed requests first, then by priority and age."""
-    return (not request.preempted, *_seniority(request))
+    return (not request.recomputes, *_seniority(request))
 
 
 def _finished_update(
@@ -1062,6 +1062,7 @@ def _finished_update(
         prefill_s=first_token_at - admitted_at,
         decode_s=now - first_token_at,
         moved_bytes=moved_bytes,
+        recomputes=request.recomputes,
     )
 
 

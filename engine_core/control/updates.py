@@ -43,6 +43,7 @@ class FinishedUpdate:
     prefill_s: float
     decode_s: float
     moved_bytes: int = 0
+    recomputes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from coldblock.protocol.messages import (
     Welcome,
 )
 from fake_engine import MODEL
+from msgspec.structs import astuple
 
 WAIT_MS = 10_000
 
@@ -108,6 +109,14 @@ def test_a_step_is_one_message_a_peer_and_an_end_travels_with_its_token(port: Ip
     a, b = peer.submit("a"), peer.submit("b/with/slashes")
     port.updates([token(a, 70000), token(b, 8), end(a), token(b, 9)])
     assert peer.outputs() == [("a", [70000], "length"), ("b/with/slashes", [8, 9], None)]
+
+
+def test_an_ends_totals_travel_field_by_field(port: IpcPort, peer: Peer) -> None:
+    a = peer.submit("a")
+    values = (11, 12, 13, 14, 1.5, 2.5, 3.5, 4.5, 15, 16)
+    port.updates([FinishedUpdate(a, "length", None, None, *values)])
+    (output,) = peer.receive().outputs
+    assert astuple(output.finished.usage) == values
 
 
 def test_logprobs_travel_with_their_tokens(port: IpcPort, peer: Peer) -> None:

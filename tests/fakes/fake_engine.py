@@ -97,8 +97,9 @@ class FakeEngine:
     """Serves one endpoint until stopped.
 
     `delay_s` passes between two script items. `step_age_s` is what Pongs report; `frozen` (settable) makes the engine
-    deaf and mute while its sockets stay open. `logprobs`, if set, accompanies every token. `received` holds every
-    message that came in, `aborted` the ids that were aborted, `faults` the Faults sent.
+    deaf and mute while its sockets stay open. `logprobs`, if set, accompanies every token. `stats_every_s`:
+    how often stats are published, if at all. `received` holds every message that came in, `aborted` the ids that were
+    aborted, `faults` the Faults sent.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class FakeEngine:
         delay_s: float = 0.0,
         logprobs: TokenLogprob | None = None,
         metrics: tuple[Metric, ...] | None = None,
+        stats_every_s: float | None = None,
     ) -> None:
         self._folder: str | None = None
         if endpoint is None:
@@ -131,6 +133,8 @@ class FakeEngine:
         self._delay_s = delay_s
         self._logprobs = logprobs
         self._metrics = metrics or (Metric("coldblock_requests_swapped_total", "counter", "Swaps.", (Sample(1.0),)),)
+        self._stats_every_s = stats_every_s
+        self._stats_at = 0.0
         self._peers: dict[bytes, str] = {}
         self._running: dict[tuple[bytes, str], _Running] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -234,6 +238,9 @@ class FakeEngine:
             if self.frozen:
                 time.sleep(0.005)
                 continue
+            if self._stats_every_s is not None and time.monotonic() - self._stats_at >= self._stats_every_s:
+                self._stats_at = time.monotonic()
+                self._pub.send_multipart([TOPIC_STATS, encode(self.stats())])
             if self._router.poll(0 if self._has_due() else 3) and not self.frozen:
                 peer, *frames = self._router.recv_multipart()
                 self._receive(peer, frames[-1])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +12,7 @@ import pytest
 from coldblock.protocol.client import AsyncClient
 from coldblock.protocol.errors import ColdblockError, RequestRefused
 from coldblock.protocol.messages import Finished, Refused, Submit
-from coldblock.tools.bench import jitter, kernels, main, measure, report, serve, swap
+from coldblock.tools.bench import jitter, kernels, main, measure, pressure, report, serve, swap, swap_pairs
 from coldblock.tools.errors import ToolError
 from fake_engine import MODEL, FakeEngine, swap_event, usage
 
@@ -128,7 +126,7 @@ async def test_pair_submits_the_second_at_the_first_token() -> None:
     with FakeEngine(lambda prompt: [10, 11, "swapped", "resumed", 12], delay_s=0.01) as engine:
         async with AsyncClient(engine.endpoint) as client:
             await client.ready()
-            first, second = await swap.run_pair(client, [1, 2], [3, 4])
+            first, second = await swap_pairs.run_pair(client, [1, 2], [3, 4])
     assert second.submitted >= first.arrivals[0]
     assert first.count("resumed") == 1
 
@@ -140,67 +138,19 @@ def swapped_pair(new_tokens: int) -> list[measure.Timeline]:
 
 
 def test_swap_result_passes_only_when_all_is_as_expected() -> None:
-    good = swap.summarize("fp16", swapped_pair(swap.NEW_TOKENS) * 5, None)
+    good = swap_pairs.summarize("fp16", swapped_pair(swap_pairs.NEW_TOKENS) * 5, None)
     assert (good.completed, good.requests, good.swaps, good.resumes, good.stall_s) == (10, 10, 5, 5, 2.5)
     assert good.passed
-    assert not swap.summarize("fp16", swapped_pair(swap.NEW_TOKENS - 1), None).passed
-    assert not swap.summarize("fp16", swapped_pair(swap.NEW_TOKENS), False).passed
-    assert not swap.summarize("fp16", swapped_pair(swap.NEW_TOKENS)[1:] * 2, None).passed
-    assert "FAILED" in swap.render([swap.summarize("int8", swapped_pair(3), None)])
+    assert not swap_pairs.summarize("fp16", swapped_pair(swap_pairs.NEW_TOKENS - 1), None).passed
+    assert not swap_pairs.summarize("fp16", swapped_pair(swap_pairs.NEW_TOKENS), False).passed
+    assert not swap_pairs.summarize("fp16", swapped_pair(swap_pairs.NEW_TOKENS)[1:] * 2, None).passed
+    assert "FAILED" in swap_pairs.render([swap_pairs.summarize("int8", swapped_pair(3), None)])
 
 
 def test_every_swap_request_fills_three_blocks_all_its_life() -> None:
-    written = swap.PROMPT_TOKENS + swap.NEW_TOKENS - 1  # the last token's K and V are never needed
-    assert -(-swap.PROMPT_TOKENS // swap.BLOCK_SIZE) == swap.BLOCKS
-    assert -(-written // swap.BLOCK_SIZE) == swap.BLOCKS
-
-
-def test_swap_command_writes_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[tuple[str, ...]] = []
-
-    @asynccontextmanager
-    async def fake_running_engine(model: str, *flags: str) -> AsyncIterator[str]:
-        started.append(flags)
-        # a prompt's first token tells the two of a pair apart; half the requests swap
-        seen: list[int] = []
-
-        def script(prompt: list[int]) -> list[object]:
-            seen.append(1)
-            moves = ["swapped", "resumed"] if len(seen) % 2 else []
-            return [10, *moves, *range(11, 10 + swap.NEW_TOKENS)]
-
-        with FakeEngine(script) as engine:  # type: ignore[arg-type]
-            yield engine.endpoint
-
-    monkeypatch.setattr(swap, "running_engine", fake_running_engine)
-    monkeypatch.setattr(swap, "resolve_model", lambda name: Path(name))
-    assert swap.main(["--iterations", "2", "--deterministic", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("4/4") == len(swap.FORMATS)
-    content = json.loads((tmp_path / "bench-swap.json").read_text())
-    assert [entry["kv_cache_dtype"] for entry in content["results"]] == list(swap.FORMATS)
-    assert {"cpu", "cores", "memory_gib", "python", "packages", "date", "revision"} <= content["machine"].keys()
-    assert content["model"]["name"] == "fake-model"
-    assert (tmp_path / "bench-swap.png").read_bytes().startswith(b"\x89PNG")
-    assert all("--deterministic" in flags for flags in started)
-
-
-def test_jitter_tells_victims_from_bystanders() -> None:
-    victim, bystander = timeline(0.0, 1.0, 5.0, phases=("swapped", "resumed"), stall_s=3.0), timeline(0.0, 1.0, 2.0)
-    groups = jitter.group_gaps([timeline(0.0, 0.5)], [victim, bystander])
-    assert groups == {"no pressure": [0.5], "bystanders": [1.0, 1.0], "victims": [1.0, 4.0]}
-    results = jitter.summarize(groups, [victim, bystander])
-    assert (results["swaps"], results["victims"], results["stall_s"]["p50"]) == (1, 1, 3.0)
-    assert "victims" in jitter.render(results)
-
-
-def test_jitter_pool_must_hold_a_request() -> None:
-    settings = jitter.JitterSettings(requests=2, prompt_tokens=32, new_tokens=96, pool_share=0.6)
-    assert jitter.pool_sizes(settings) == (9, 16)
-    with pytest.raises(ToolError, match="--pool-share"):
-        jitter.pool_sizes(settings.model_copy(update={"pool_share": 0.4}))
+    written = swap_pairs.PROMPT_TOKENS + swap_pairs.NEW_TOKENS - 1  # the last token's K and V are never needed
+    assert -(-swap_pairs.PROMPT_TOKENS // pressure.BLOCK_SIZE) == swap_pairs.BLOCKS
+    assert -(-written // pressure.BLOCK_SIZE) == swap_pairs.BLOCKS
 
 
 def test_missing_matplotlib_is_said_before_measuring(
@@ -245,6 +195,13 @@ def test_table_aligns_and_rounds() -> None:
         "  1  0.123",
         "xyz   1235",
     ]
+
+
+def test_a_benchmark_of_swaps_refuses_an_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        swap.main(["--cases=pairs,nix"])
+    assert end.value.code == 2
+    assert "--cases: 'pairs,nix' is not allowed: 'nix' is not one of pairs, load" in capsys.readouterr().err
 
 
 def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from ...settings import EXIT_OK, EXIT_USAGE
 
 BENCHMARKS = {
     "serve": "tokens/s and latency over concurrency; also against transformers, and over HTTP",
-    "swap": "the forced swap: two requests, room for one, in every KV format",
-    "jitter": "inter-token times of swapped and other requests, with and without swap pressure",
+    "swap": "swaps in every KV format: forced, under load, of a long request, of a prefix; against the link's peak",
+    "jitter": "times between tokens of swapped and other requests, with and without swap pressure",
     "kernels": "every kernel alone on this GPU, against its measured ceilings",
 }
 

@@ -27,6 +27,7 @@ class Timeline:
     """One request as its client saw it: when each token arrived, and the swap events. Seconds on one clock."""
 
     submitted: float
+    request_id: str = ""
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
     swap_events: list[SwapEvent] = field(default_factory=list)
@@ -47,6 +48,26 @@ class Timeline:
         """Mean seconds per token after the first."""
         return (self.arrivals[-1] - self.arrivals[0]) / max(1, len(self.arrivals) - 1)
 
+    @property
+    def longest_gap(self) -> float:
+        """The longest wait for a token after the first, in seconds."""
+        return max(self.gaps, default=0.0)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds swapped out, as the engine counts them."""
+        return self.finished.usage.stall_s if self.finished is not None else 0.0
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether it was swapped out or recomputed to make room."""
+        recomputed = self.finished is not None and self.finished.usage.recomputes > 0
+        return recomputed or self.count("swapping_out") + self.count("swapped") > 0
+
+    def completed(self, new_tokens: int) -> bool:
+        """Whether it ended with all its tokens."""
+        return self.finished is not None and len(self.token_ids) == new_tokens
+
     def count(self, phase: str) -> int:
         """How many swap events of that phase there were."""
         return sum(event.phase == phase for event in self.swap_events)
@@ -63,7 +84,9 @@ async def timed(
     timeline = Timeline(time.perf_counter())
     first_token = first_token or asyncio.Event()
     try:
-        async for item in await client.submit(prompt, sampling):
+        generation = await client.submit(prompt, sampling)
+        timeline.request_id = generation.request_id
+        async for item in generation:
             if isinstance(item, SwapEvent):
                 timeline.swap_events.append(item)
                 continue
@@ -109,10 +132,15 @@ def greedy(new_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
 
 
-def random_prompts(seed: int, count: int, length: int, model: ModelInfo) -> list[list[int]]:
-    """Prompts that share no beginning, so that the prefix cache helps none. Raises ToolError if they cannot fit."""
+def random_prompts(
+    seed: int, count: int, length: int, model: ModelInfo, flag: str = "--prompt-tokens"
+) -> list[list[int]]:
+    """Prompts that share no beginning, so that the prefix cache helps none. Raises ToolError when they cannot fit.
+
+    `flag` is where the user gave the length.
+    """
     if length >= model.max_request_tokens:
-        raise ToolError(f"--prompt-tokens {length}: this engine takes at most {model.max_request_tokens - 1}")
+        raise ToolError(f"{flag} {length}: this engine takes at most {model.max_request_tokens - 1}")
     dice = random.Random(seed)
     return [[dice.randrange(FIRST_PROMPT_ID, model.vocab_size) for _ in range(length)] for _ in range(count)]
 

@@ -116,12 +116,13 @@ def plot(folder: Path, name: str, title: str, panels: Sequence[Panel]) -> Path:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Right-aligned columns; floats with three significant digits."""
-    cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
+    cells = [list(columns), *([cell(value) for value in row] for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A value as a table shows it."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

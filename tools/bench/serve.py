@@ -6,14 +6,13 @@ Owns: the sweep, the comparison in alternation, and their table. Does not know: 
 from __future__ import annotations
 
 import asyncio
-import shlex
 import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
@@ -21,13 +20,13 @@ from pydantic_settings import NoDecode
 from ...protocol.client import AsyncClient
 from ...protocol.errors import ColdblockError
 from ...protocol.messages import ModelInfo
-from ...settings import EXIT_OK, Settings, UsageError, load
+from ...settings import EXIT_OK, UsageError, load
 from ..children import run_until_signal
-from ..daemons import running_engine, running_frontend
+from ..daemons import running_frontend
 from ..endpoints import usable_endpoint
 from ..errors import report as show_error
-from ..fetch_model import resolve_model
 from . import report
+from .engines import EngineChoice, chosen_engine, require_model
 from .http_stream import timed_http
 from .measure import Timeline, all_of, distribution, greedy, percentile, random_prompts, timed, timed_load
 from .peer import TransformersPeer, require_transformers
@@ -40,15 +39,10 @@ PREFILL_TOKENS = 512
 HTTP_PAIRS = 8
 
 
-class ServeSettings(Settings):
+class ServeSettings(EngineChoice):
     """Settings of `coldblock bench serve`."""
 
-    model: str = Field("smollm2-135m", description="a checkpoint folder, or a known name, for the engine it starts")
-    load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="dummy: random weights of the model's shape; then qwen2.5-3b is a known name too"
-    )
     endpoint: str | None = Field(None, description="measure the running engine there instead of starting one")
-    engine_flags: str = Field("", description="flags for the engine it starts, as in --engine-flags='--threads 1'")
     concurrency: Annotated[tuple[int, ...], NoDecode] = Field(
         (1, 4, 16), description="requests open at once, several separated by commas"
     )
@@ -58,16 +52,8 @@ class ServeSettings(Settings):
     versus_transformers: bool = Field(False, description="measure transformers (bf16) on the same weights in turn")
     rounds: int = Field(3, ge=1, description="turns of that comparison; the medians count")
     http: bool = Field(False, description="measure what streaming over HTTP adds to a token's latency")
-    out: Path | None = Field(None, description="folder for the results; docs/results or the current one if absent")
-    seed: int = Field(0, ge=0, description="of the random prompts")
 
     _usable_endpoint = field_validator("endpoint")(usable_endpoint)
-
-    @field_validator("engine_flags")
-    @classmethod
-    def _as_a_shell_reads(cls, flags: str) -> str:
-        shlex.split(flags)
-        return flags
 
     @field_validator("concurrency", mode="before")
     @classmethod
@@ -130,8 +116,8 @@ def main(argv: list[str]) -> int:
         refuse_without_weights(settings)
         if settings.versus_transformers:
             require_transformers()
-        if settings.endpoint is None and settings.load_format == "auto":
-            resolve_model(settings.model)
+        if settings.endpoint is None:
+            require_model(settings)
         return run_until_signal(lambda: run(settings))
     except (ColdblockError, UsageError) as error:
         return show_error(PROG, error)
@@ -174,8 +160,7 @@ async def _engine(settings: ServeSettings) -> AsyncIterator[str]:
     if settings.endpoint is not None:
         yield settings.endpoint
         return
-    flags = ("--load-format", settings.load_format, *shlex.split(settings.engine_flags))
-    async with running_engine(settings.model, *flags) as endpoint:
+    async with chosen_engine(settings) as endpoint:
         yield endpoint
 
 

@@ -59,6 +59,14 @@ def test_two_that_grow_to_the_whole_pool_swap_once(prompt_tokens: int, delay: in
     assert harness.scheduler.counters.offload_blocks == 1, "more was copied than the other one lacked"
 
 
+def test_the_end_of_a_request_tells_that_it_was_recomputed() -> None:
+    harness = pair(10, 38, swap_or_recompute="recompute")
+    harness.run()
+    counters, ends = harness.scheduler.counters, harness.finished
+    assert counters.preemptions == ends["first"].recomputes + ends["second"].recomputes > 0
+    assert min(ends["first"].recomputes, ends["second"].recomputes) == 0
+
+
 def test_swap_updates_carry_blocks_bytes_seconds_and_tier_use() -> None:
     harness = pair(40, 8)
     harness.run()

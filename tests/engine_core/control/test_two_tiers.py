@@ -9,6 +9,7 @@ from coldblock.engine_core.control.plan import Direction
 from coldblock.engine_core.control.request import State
 from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, WRITE_BEHIND_LEAST, WRITE_BEHIND_PAUSE_S
 from coldblock.engine_core.control.swap import Block, Residency
+from fake_executor import COPY_SECONDS, QUEUED_SECONDS
 from scheduler_harness import Harness
 
 pytestmark = pytest.mark.usefixtures("steps_ahead")
@@ -171,6 +172,18 @@ def test_the_next_to_resume_loads_what_fits_before_its_turn(delay: int) -> None:
     assert harness.finished["first"].moved_bytes == 8000
     resumed = next(swap for swap in harness.swaps if swap.phase == "resumed")
     assert (resumed.request_id, resumed.blocks) == ("first", 2)
+
+
+def test_a_resume_that_two_copies_serve_reports_the_blocks_and_the_time_of_both() -> None:
+    harness = Harness(num_gpu_blocks=12, delay=lambda move: 20 * (move.direction is Direction.IN))
+    harness.add("small", range(500, 520), 12, priority=1)
+    harness.add("first", range(70), 8)
+    harness.run_until(lambda: bool(harness.tokens["first"]))
+    harness.add("big", range(100, 230), 14)
+    harness.run()
+    resumed = next(swap for swap in harness.swaps if swap.phase == "resumed")
+    assert harness.scheduler.counters.prefetch_blocks == 2
+    assert (resumed.blocks, resumed.seconds, resumed.queued_s) == (4, 2 * COPY_SECONDS, QUEUED_SECONDS)
 
 
 # ---------------------------------------------------------------- who comes back

@@ -1,0 +1,149 @@
+"""The forced swap: two requests of three blocks each, a pool of three.
+
+Owns: the experiment and what counts as passing. Does not know: how swapping works; it reads events and tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from ...protocol.client import AsyncClient
+from ...protocol.messages import ModelInfo
+from . import report
+from .measure import Timeline, all_of, greedy, random_prompts, timed
+from .pressure import BLOCK_SIZE, PressureSettings, engine_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLOCKS = 3
+PROMPT_TOKENS = 33  # a third block from the start, and all three until the end
+NEW_TOKENS = BLOCKS * BLOCK_SIZE - PROMPT_TOKENS
+LARGE_POOL = 64
+
+
+class PairsSettings(PressureSettings):
+    """Settings of the forced swaps."""
+
+    iterations: int = Field(5, ge=1, description="pairs: so many for each KV format")
+    deterministic: bool = Field(False, description="pairs: also check that the tokens equal those of a large pool")
+
+
+@dataclass(frozen=True)
+class FormatResult:
+    """What one KV format's iterations showed. Blocks, bytes and seconds are totals over all iterations."""
+
+    kv_cache_dtype: str
+    requests: int
+    completed: int
+    swaps: int
+    resumes: int
+    rejected: int
+    blocks_out: int
+    bytes_out: int
+    copy_out_s: float
+    copy_in_s: float
+    stall_s: float
+    tokens_equal: bool | None
+
+    @property
+    def passed(self) -> bool:
+        """All complete, one swap and one resume a pair, and equal tokens where that was checked."""
+        pairs = self.requests // 2
+        counts = (self.completed, self.swaps, self.resumes) == (self.requests, pairs, pairs)
+        return counts and self.tokens_equal is not False
+
+
+async def measure(kv_cache_dtype: str, settings: PairsSettings) -> tuple[FormatResult, ModelInfo]:
+    """All pairs of one KV format on a fresh engine, and on one with a large pool when tokens are compared."""
+    small, model = await run_pairs(kv_cache_dtype, BLOCKS, settings)
+    equal = None
+    if settings.deterministic:
+        large, _ = await run_pairs(kv_cache_dtype, LARGE_POOL, settings)
+        equal = [timeline.token_ids for timeline in small] == [timeline.token_ids for timeline in large]
+    return summarize(kv_cache_dtype, small, equal), model
+
+
+async def run_pairs(kv_cache_dtype: str, blocks: int, settings: PairsSettings) -> tuple[list[Timeline], ModelInfo]:
+    """The timelines of all pairs in order; a pair's second request is submitted at the first one's first token."""
+    flags = ["--swap-or-recompute", "swap", *(["--deterministic"] if settings.deterministic else [])]
+    timelines: list[Timeline] = []
+    async with engine_of(settings, kv_cache_dtype, blocks, *flags) as (client, model):
+        prompts = random_prompts(settings.seed, 2 * settings.iterations, PROMPT_TOKENS, model)
+        for first, second in zip(prompts[::2], prompts[1::2], strict=True):
+            timelines += await run_pair(client, first, second)
+    return timelines, model
+
+
+async def run_pair(client: AsyncClient, first: list[int], second: list[int]) -> list[Timeline]:
+    """Both requests to their ends."""
+    started = asyncio.Event()
+
+    async def after_first_token() -> Timeline:
+        await started.wait()
+        return await timed(client, second, greedy(NEW_TOKENS))
+
+    return await all_of(timed(client, first, greedy(NEW_TOKENS), started), after_first_token())
+
+
+def summarize(kv_cache_dtype: str, timelines: list[Timeline], tokens_equal: bool | None) -> FormatResult:
+    """The counts and sums over all requests."""
+    out = [event for timeline in timelines for event in timeline.swap_events if event.phase == "swapped"]
+    return FormatResult(
+        kv_cache_dtype=kv_cache_dtype,
+        requests=len(timelines),
+        completed=sum(timeline.completed(NEW_TOKENS) for timeline in timelines),
+        swaps=len(out),
+        resumes=sum(timeline.count("resumed") for timeline in timelines),
+        rejected=sum(timeline.count("rejected") for timeline in timelines),
+        blocks_out=sum(event.blocks for event in out),
+        bytes_out=sum(event.bytes for event in out),
+        copy_out_s=sum(timeline.copy_seconds("swapped") for timeline in timelines),
+        copy_in_s=sum(timeline.copy_seconds("resumed") for timeline in timelines),
+        stall_s=sum(timeline.stall_s for timeline in timelines),
+        tokens_equal=tokens_equal,
+    )
+
+
+def render(results: Sequence[FormatResult]) -> str:
+    """The table of all formats; copies and stall per swap."""
+    columns = ("pairs", "completed", "swaps", "resumes", "KiB/swap", "out ms", "in ms", "stall ms", "tokens", "")
+    tokens = {None: "-", True: "equal", False: "DIFFER"}
+    rows = [
+        (
+            result.kv_cache_dtype,
+            f"{result.completed}/{result.requests}",
+            result.swaps,
+            result.resumes,
+            result.bytes_out / 1024 / max(1, result.swaps),
+            1e3 * result.copy_out_s / max(1, result.swaps),
+            1e3 * result.copy_in_s / max(1, result.resumes),
+            1e3 * result.stall_s / max(1, result.swaps),
+            tokens[result.tokens_equal],
+            "ok" if result.passed else "FAILED",
+        )
+        for result in results
+    ]
+    return report.table(columns, rows)
+
+
+def _plot(results: Sequence[FormatResult], axes: Axes) -> None:
+    """Draw the copies of a swap."""
+    places = range(len(results))
+    out = [1e3 * result.copy_out_s / max(1, result.swaps) for result in results]
+    back = [1e3 * result.copy_in_s / max(1, result.resumes) for result in results]
+    axes.bar([place - 0.2 for place in places], out, width=0.4, label="out")
+    axes.bar([place + 0.2 for place in places], back, width=0.4, label="in")
+    axes.set_xticks(list(places), [result.kv_cache_dtype for result in results])
+    axes.set_title(f"forced swap of {BLOCKS} blocks")
+    axes.set_ylabel("copy, ms a swap")
+    axes.margins(y=0.2)
+    axes.legend(ncols=2, loc="upper center")
+
+
+PANELS = (_plot,)

@@ -1,0 +1,125 @@
+"""A prefix that fell out of the pool: the time to the first token when it comes again.
+
+Owns: the experiment: prompts in turn, of which the pool holds one at a time. Does not know: whether the engine loads a
+prefix or computes it again; the request's usage tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from ...protocol.messages import ModelInfo
+from . import report
+from .engines import watched
+from .measure import Timeline, greedy, random_prompts, timed
+from .pressure import BLOCK_SIZE, PressureSettings, blocks_for, engine_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PROMPTS = 3
+NEW_TOKENS = 2
+SPARE_BLOCKS = 1  # so many of a prefix may stay in the pool
+MOST_OF_IT = 0.9
+
+
+class PrefixSettings(PressureSettings):
+    """Settings of the prefix."""
+
+    prefix_tokens: int = Field(1024, ge=64, description="prefix: its length")
+
+
+@dataclass(frozen=True)
+class PrefixResult:
+    """One KV format's prefix. TTFT: medians over the prompts, in seconds; `cached_tokens`: the least of any repeat."""
+
+    kv_cache_dtype: str
+    tokens: int
+    first_ttft_s: float
+    repeat_ttft_s: float
+    ratio: float
+    cached_tokens: int
+    loaded_blocks: int
+
+    @property
+    def blocks(self) -> int:
+        """Those of all prompts that can be found again: the block of a prompt's last token is computed anyway."""
+        return PROMPTS * ((self.tokens - 1) // BLOCK_SIZE)
+
+    @property
+    def passed(self) -> bool:
+        """Every repeat found its prefix, and not in the pool."""
+        found = PROMPTS * self.cached_tokens // BLOCK_SIZE
+        wanted = MOST_OF_IT * self.blocks
+        return found >= wanted and self.loaded_blocks >= wanted - PROMPTS * SPARE_BLOCKS
+
+
+async def measure(kv_cache_dtype: str, settings: PrefixSettings) -> tuple[PrefixResult, ModelInfo]:
+    """A prompt to warm up with, the prompts, and all once more in the same order."""
+    pool = blocks_for(settings.prefix_tokens + NEW_TOKENS) + SPARE_BLOCKS
+    async with engine_of(settings, kv_cache_dtype, pool) as (client, model):
+        prompts = random_prompts(settings.seed, 1 + PROMPTS, settings.prefix_tokens, model, "--prefix-tokens")
+        timelines, loaded = [], []
+        async with watched(client) as watch:
+            for prompt in prompts * 2:
+                timelines.append(await timed(client, prompt, greedy(NEW_TOKENS)))
+                await watch.settle()  # what is not copied yet would be lost to the next prompt
+                loaded.append(watch.counters["prefix_blocks"])
+    first, repeats = timelines[1 : len(prompts)], timelines[len(prompts) + 1 :]
+    return summarize(kv_cache_dtype, settings.prefix_tokens, first, repeats, loaded[-1] - loaded[-1 - PROMPTS]), model
+
+
+def summarize(
+    kv_cache_dtype: str, tokens: int, first: Sequence[Timeline], repeats: Sequence[Timeline], loaded_blocks: int
+) -> PrefixResult:
+    """Every prompt's first time against its second."""
+    first_ttft_s = median(timeline.ttft for timeline in first)
+    repeat_ttft_s = median(timeline.ttft for timeline in repeats)
+    return PrefixResult(
+        kv_cache_dtype=kv_cache_dtype,
+        tokens=tokens,
+        first_ttft_s=first_ttft_s,
+        repeat_ttft_s=repeat_ttft_s,
+        ratio=repeat_ttft_s / first_ttft_s,
+        cached_tokens=min(t.finished.usage.cached_tokens if t.finished else 0 for t in repeats),
+        loaded_blocks=loaded_blocks,
+    )
+
+
+def render(results: Sequence[PrefixResult]) -> str:
+    """One line a format."""
+    columns = ("prefix", "tokens", "first TTFT ms", "again ms", "ratio", "cached tokens", "blocks loaded", "")
+    rows = [
+        (
+            result.kv_cache_dtype,
+            result.tokens,
+            1e3 * result.first_ttft_s,
+            1e3 * result.repeat_ttft_s,
+            f"1/{1 / result.ratio:.1f}",
+            result.cached_tokens,
+            f"{result.loaded_blocks}/{result.blocks}",
+            "ok" if result.passed else "FAILED",
+        )
+        for result in results
+    ]
+    return report.table(columns, rows)
+
+
+def _plot(results: Sequence[PrefixResult], axes: Axes) -> None:
+    """Draw both times to the first token."""
+    places = range(len(results))
+    axes.bar([place - 0.2 for place in places], [1e3 * r.first_ttft_s for r in results], width=0.4, label="computed")
+    axes.bar([place + 0.2 for place in places], [1e3 * r.repeat_ttft_s for r in results], width=0.4, label="again")
+    axes.set_xticks(list(places), [f"{result.kv_cache_dtype}\n{result.ratio:.2f}" for result in results])
+    axes.set_title(f"a prefix of {results[0].tokens} tokens")
+    axes.set_ylabel("time to first token, ms")
+    axes.margins(y=0.2)
+    axes.legend(ncols=2, loc="upper center")
+
+
+PANELS = (_plot,)
