@@ -21,6 +21,7 @@ from coldblock.kernels import (
     checks,
     decode_attention,
     fused,
+    gather,
     pages,
     prefill_attention,
     prefill_attention_hopper,
@@ -35,7 +36,7 @@ from tiny_models import chunk, edit_config, quantize, save_tiny
 from torch import Tensor
 
 MODULES: tuple[ModuleType, ...] = (
-    fused, w4, w4_wide, decode_attention, prefill_attention, prefill_attention_hopper, sampling,
+    fused, gather, w4, w4_wide, decode_attention, prefill_attention, prefill_attention_hopper, sampling,
 )  # fmt: skip
 DEVICES = {"sm_90a": (132, 227), "sm_86": (16, 99)}  # multiprocessors; KiB of shared memory of a block
 
