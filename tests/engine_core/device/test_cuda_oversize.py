@@ -184,6 +184,14 @@ def test_without_the_setting_there_is_no_memory_for_it(make: Make, path: Path) -
     assert run_step(executor, [chunk("b", [1], 0, [1], ASKED)]).failed == {}
 
 
+@pytest.mark.gpu
+def test_the_memory_it_takes_is_in_the_sum(make: Make, path: Path) -> None:
+    without, with_it = (make(path, allow_oversize=allowed) for allowed in (False, True))
+    memory = ColdMemory(with_it._pool.pages, with_it.model_config.num_heads, 256, alone=False)
+    size = sum(t.nbytes for t in (memory.kv, memory.scores, memory.sums, *(stage.slices for stage in memory.stages)))
+    assert with_it._memory.workspace - without._memory.workspace >= size // 2 > 0
+
+
 class Sequences:
     """Three sequences over a pool and an arena of random bytes, as a pass of cold chunks meets them."""
 
@@ -217,9 +225,10 @@ class Sequences:
         self.q = torch.randn(len(rows), self.HEADS, 64, generator=generator).half().to(device)
         self.device = device
 
-    def attend(self) -> list[torch.Tensor]:
+    def attend(self, layers: int = LAYERS) -> list[torch.Tensor]:
         """What each layer gives."""
-        outs = [torch.empty(len(self.q), self.HEADS * 64, dtype=torch.float16, device=self.device) for _ in range(2)]
+        shape = len(self.q), self.HEADS * 64
+        outs = [torch.empty(shape, dtype=torch.float16, device=self.device) for _ in range(layers)]
         with self.attention.begin(self.tokens, self.tables.to(self.device), self.cold) as attend:
             for layer, out in enumerate(outs):
                 attend(layer, self.q, out)
@@ -251,10 +260,14 @@ def test_attention_equals_the_reference(device: str, kv_format: FormatName, alon
             torch.testing.assert_close(out.float().cpu(), sequences.wanted(layer), atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
 @torch.inference_mode()
-def test_pieces_are_read_as_they_came_whatever_the_streams_do(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """A stage is written when it was read, and read when it was written; nothing is read behind the pass's end."""
+def test_pieces_are_read_as_they_came_whatever_the_streams_do(
+    monkeypatch: pytest.MonkeyPatch, seed: int, layers: int
+) -> None:
+    """A stage is written when it was read, and read when it was written; nothing is fetched behind the pass's end,
+    also where the last layer attends nothing, as no token is sampled."""
     monkeypatch.setattr(cold_attention, "PIECE_TOKENS", 32)
     streams = Streams(monkeypatch, seed)
     sequences = Sequences("cpu", "fp16")
@@ -276,7 +289,7 @@ def test_pieces_are_read_as_they_came_whatever_the_streams_do(monkeypatch: pytes
     monkeypatch.setattr(gather, "gather_slices", queued_gather)
     monkeypatch.setattr(cold_attention, "dequantize", check)
     expected = []
-    for layer in range(Sequences.LAYERS):
+    for layer in range(layers):
         for row in sequences.cold:
             tokens = int(sequences.tokens.positions[sequences.tokens.rows == row].max()) + 1
             for begin in range(0, math.ceil(tokens / 16), 2):
@@ -289,6 +302,6 @@ def test_pieces_are_read_as_they_came_whatever_the_streams_do(monkeypatch: pytes
                 slices = [t[i, layer * size : (layer + 1) * size] for t, i in zip(tiers, ids, strict=True)]
                 expected.append(torch.stack(slices))
     count = len(expected)
-    sequences.attend()
+    sequences.attend(layers)
     streams.current.synchronize()
     assert reads == count and not any(stream.queue for stream in streams.all)
