@@ -86,9 +86,7 @@ def stored_keys_and_values(pages: KVPages, layer: int, blocks: Tensor, length: i
     begin = pages.layer_offset(layer)
     needed = blocks[: math.ceil(length / pages.block_size)].long()
     slices = pages.pool[needed, begin : begin + pages.layer_bytes]
-    out = torch.empty(
-        2, pages.num_kv_heads, len(needed) * pages.block_size, pages.head_dim, device=pages.pool.device
-    )
+    out = torch.empty(2, pages.num_kv_heads, len(needed) * pages.block_size, pages.head_dim, device=pages.pool.device)
     dequantize(pages, slices, out)
     k, v = out[:, :, :length].transpose(1, 2)
     return k, v

@@ -15,6 +15,7 @@ its stage, and the pass ends behind the last of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -223,7 +224,7 @@ def _spans(tokens: TokenArrays, tables: Tensor, cold: ColdBlocks) -> list[_Span]
     """The tokens of a sequence follow each other in a pass."""
     firsts = [0, *(np.flatnonzero(np.diff(tokens.rows)) + 1).tolist(), len(tokens)]
     spans = []
-    for first, last in zip(firsts, firsts[1:], strict=False):
+    for first, last in itertools.pairwise(firsts):
         row = int(tokens.rows[first])
         spans.append(_Span(first, last, int(tokens.positions[first]), tables[row], cold[row]))
     return spans

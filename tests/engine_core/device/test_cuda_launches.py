@@ -146,7 +146,8 @@ def test_a_steps_launches(
         executor.begin_step(StepPlan(1, tuple(chunks), ()))
         executor.complete_step()
     launched = set(Recorder.launches)
-    assert {"embed", "rms_norm", "rope_and_write", "paged_decode", "w4_linear", "sample_scan", "gather_slices"} <= launched
+    assert {"embed", "rms_norm", "rope_and_write", "paged_decode", "w4_linear", "sample_scan"} <= launched
+    assert "gather_slices" in launched
     assert ("w4_wide" in launched) == (architecture == "sm_90a")
     assert {"paged_prefill", "paged_prefill_hopper"} & launched
     executor.close()
