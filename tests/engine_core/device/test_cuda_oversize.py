@@ -185,7 +185,9 @@ def test_without_the_setting_there_is_no_memory_for_it(make: Make, path: Path) -
 
 
 @pytest.mark.gpu
-def test_the_memory_it_takes_is_in_the_sum(make: Make, path: Path) -> None:
+def test_the_memory_it_takes_is_in_the_sum(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_attention, "PIECE_TOKENS", 4096)
+    monkeypatch.setattr(cold_attention, "_MOST_SCORES", 8 << 20)
     without, with_it = (make(path, allow_oversize=allowed) for allowed in (False, True))
     memory = ColdMemory(with_it._pool.pages, with_it.model_config.num_heads, 256, alone=False)
     size = sum(t.nbytes for t in (memory.kv, memory.scores, memory.sums, *(stage.slices for stage in memory.stages)))
