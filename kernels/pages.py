@@ -71,22 +71,35 @@ class KVPages:
         if not 0 <= layer < self.num_layers:
             raise KernelArgumentError(f"layer is {layer}; the pool has layers 0 to {self.num_layers - 1}")
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a block that are one layer's."""
+        return 2 * self.num_kv_heads * self.plane_bytes
+
     def layer_offset(self, layer: int) -> int:
         """Byte, within a block, of this layer's first K plane; its V planes follow num_kv_heads planes later."""
-        return layer * 2 * self.num_kv_heads * self.plane_bytes
+        return layer * self.layer_bytes
 
 
 def stored_keys_and_values(pages: KVPages, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` tokens of a sequence in `blocks` int [n], as stored: K and V fp32 [length, G, D]."""
     begin = pages.layer_offset(layer)
     needed = blocks[: math.ceil(length / pages.block_size)].long()
-    planes = pages.pool[needed, begin : begin + 2 * pages.num_kv_heads * pages.plane_bytes]
-    planes = planes.view(len(needed), 2, pages.num_kv_heads, pages.plane_bytes)
-    scale_bytes = 2 * pages.block_size if pages.format == "int8" else 0
-    elements = planes[..., : pages.plane_bytes - scale_bytes].contiguous().view(_DTYPES[pages.format]).float()
-    elements = elements.view(*planes.shape[:3], pages.block_size, pages.head_dim)
-    if scale_bytes:
-        scales = planes[..., -scale_bytes:].contiguous().view(torch.float16).float()
-        elements = elements * scales[..., None]
-    k, v = elements.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    slices = pages.pool[needed, begin : begin + pages.layer_bytes]
+    out = torch.empty(2, pages.num_kv_heads, len(needed) * pages.block_size, pages.head_dim, device=pages.pool.device)
+    dequantize(pages, slices, out)
+    k, v = out[:, :, :length].transpose(1, 2)
     return k, v
+
+
+def dequantize(pages: KVPages, slices: Tensor, out: Tensor) -> None:
+    """Some blocks' `slices` of one layer, uint8 [n, layer_bytes], as K and V fp32 into `out` [2, G, n * B, D]."""
+    planes = slices.view(-1, 2, pages.num_kv_heads, pages.plane_bytes).permute(1, 2, 0, 3)
+    scale_bytes = 2 * pages.block_size if pages.format == "int8" else 0
+    shape = (*planes.shape[:3], pages.block_size, pages.head_dim)
+    elements = planes[..., : pages.plane_bytes - scale_bytes].view(_DTYPES[pages.format]).view(shape)
+    if scale_bytes:
+        scales = planes[..., -scale_bytes:].view(torch.float16).float()
+        torch.mul(elements, scales[..., None], out=out.view(shape))
+    else:
+        out.view(shape).copy_(elements)

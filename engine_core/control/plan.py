@@ -19,6 +19,7 @@ from typing import NamedTuple
 from .sampling import Sampling
 
 NO_TOKENS: array[int] = array("i")
+NO_BLOCKS: array[int] = array("i")
 
 
 class Direction(Enum):
@@ -72,6 +73,10 @@ class Chunk(NamedTuple):
     Their K and V are written into `block_table` (GPU block ids, in order, covering positions 0 .. start+num_tokens-1),
     which also holds what they attend to. `sample` is None for a prefill chunk that is not the prompt's last.
 
+    `cold_blocks`: CPU block ids of what comes before, for a request that is larger than the GPU pool: then
+    `block_table` begins at position len(cold_blocks) * block_size, which is at most `start`. What these hold is
+    attended as well, in pieces that pass through the GPU; no copy touches them while a step that reads them runs.
+
     `from_previous`: the chunk's only token is the one that the step just before this one samples for this request, and
     that step's result has not been applied yet. Then `token_ids` is empty, and the executor feeds the token itself; any
     valid id will do where that step fails, as this one's result is then dropped.
@@ -83,6 +88,7 @@ class Chunk(NamedTuple):
     block_table: array[int]
     sample: SampleSpec | None
     from_previous: bool = False
+    cold_blocks: array[int] = NO_BLOCKS
 
     @property
     def num_tokens(self) -> int:

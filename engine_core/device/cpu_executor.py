@@ -5,11 +5,15 @@ Owns: the loaded model, the pool, the transfers. Does not know: requests beyond 
 A step is computed when it begins, so `complete_step` only polls the copies, which run beside the compute. With
 `deterministic`, a token's attention and logits are computed alone, in shapes that follow from its own context; through
 the linears it goes with others only where torch computes a row as if it were alone: 4-bit linears, few rows.
+
+Cold blocks are read where they lie, as both tiers are RAM: so nothing is computed otherwise than if they were in the
+pool.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..control.plan import Chunk, StepPlan, StepResult
+from ..control.plan import NO_BLOCKS, Chunk, StepPlan, StepResult
 from ..errors import MemoryBudgetError
 from ..kv_layout import ComputeDtype, paged_kv_block_bytes, resolve_kv_cache_dtype
 from ..models.layers import Decoder
@@ -73,7 +77,7 @@ class CpuExecutor:
         """Begin the plan's copies, then run its chunks."""
         begun = time.perf_counter()
         self._transfers.begin(plan.moves)
-        sampled, logits = self._forward(plan.chunks)
+        sampled, logits = self._forward([self._with_cold(chunk) for chunk in plan.chunks])
         tokens, failed = self._sampler.sample(sampled, logits)
         self._result = StepResult(plan.step, tokens, failed, (), time.perf_counter() - begun)
         self._computed = bool(plan.chunks)
@@ -103,6 +107,14 @@ class CpuExecutor:
             "cpu_tier_bytes": capacity.num_cpu_blocks * block,
             "threads": torch.get_num_threads(),
         }
+
+    def _with_cold(self, chunk: Chunk) -> Chunk:
+        """The chunk with all its blocks in one table: those of the CPU tier follow the pool's."""
+        if not chunk.cold_blocks:
+            return chunk
+        first = len(self._pool.gpu)
+        table = array("i", [first + block for block in chunk.cold_blocks]) + chunk.block_table
+        return chunk._replace(block_table=table, cold_blocks=NO_BLOCKS)
 
     def _forward(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Tensor]:
         """Run the chunks; the ones to be sampled, and their logits, one row each."""

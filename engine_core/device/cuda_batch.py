@@ -47,7 +47,7 @@ class TokenArrays:
 
 def token_arrays(chunks: Sequence[Chunk], rows: IntArray, sampled_before: Mapping[str, int]) -> TokenArrays:
     """`rows` [chunks]: each chunk's block table. `sampled_before`: where the step before left a request's token."""
-    request_ids, token_ids, starts, _, _, from_previous = zip(*chunks, strict=True)
+    request_ids, token_ids, starts, _, _, from_previous, _ = zip(*chunks, strict=True)
     ids = array("i")
     for given in token_ids:
         ids.extend(given or _ONE_PLACE)

@@ -5,12 +5,14 @@ Owns: what is loaded, how memory is shared out, which tokens of a step run in wh
 
 Single tokens (decode) run as rows of a CUDA graph; longer chunks run together, kernel by kernel, unless the whole step
 is so small that its tokens fit in as rows too. With `deterministic` every token is a row, and a pass always has the
-same number of rows: then nothing that a token goes through depends on its company.
+same number of rows: then nothing that a token goes through depends on its company. Chunks with cold blocks run in
+passes of their own.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from array import array
 from collections import deque
@@ -31,6 +33,7 @@ from ..models.registry import read_model_config
 from ..models.weights import Checkpoint, DummyCheckpoint
 from . import cuda_memory, cuda_support
 from .block_tables import BlockTables, TableChanges
+from .cold_attention import NO_COLD, ColdAttention, ColdBlocks, ColdMemory
 from .config import ExecutorConfig
 from .cuda_batch import IntArray, TokenArrays, buckets, token_arrays
 from .cuda_runner import CudaRunner, PassMemory, RunnerSizes
@@ -99,6 +102,9 @@ class CudaExecutor:
         )
         one_block = KVPool(model.kv_shape, config.block_size, self.kv_format, 1, 0, DEVICE)
         memory = PassMemory(one_block.pages, model.num_heads, sizes, DEVICE)
+        cold = None
+        if config.allow_oversize:
+            cold = ColdMemory(one_block.pages, model.num_heads, most_tokens, config.deterministic)
         graphs = cuda_memory.GRAPH_BYTES * len(sizes.buckets)
         self._memory = begun.now(config.gpu_memory_utilization, decoder.nbytes, graphs)
         self.capacity = self._share_out(one_block.block_bytes)
@@ -106,7 +112,8 @@ class CudaExecutor:
         self._pool = KVPool(model.kv_shape, config.block_size, self.kv_format, *blocks, DEVICE)
         self._transfers = CudaTransfers(self._pool)
         self._tables = BlockTables(sizes.max_seqs, sizes.max_blocks)
-        self._runner = CudaRunner(decoder, workspace, memory, self._pool.pages, self._sampler.memory)
+        attention = ColdAttention(cold, self._pool) if cold is not None else None
+        self._runner = CudaRunner(decoder, workspace, memory, self._pool.pages, self._sampler.memory, attention)
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -206,14 +213,17 @@ class CudaExecutor:
     def _run(self, chunks: Sequence[Chunk], step: StepTokens) -> None:
         """All passes of a step."""
         try:
-            request_ids, _, _, block_tables, _, _ = zip(*chunks, strict=True)
+            request_ids, _, _, block_tables, _, _, cold_blocks = zip(*chunks, strict=True)
+            cold = [i for i, blocks in enumerate(cold_blocks) if blocks]
+            if cold:
+                block_tables = tuple(map(operator.add, cold_blocks, block_tables))
             changes = self._tables.update(request_ids, block_tables)
             together = self._together(chunks)
-            if not together:
+            if not together and not cold:
                 self._run_rows(chunks, changes.rows, changes, step)
                 return
-            rows = sorted(set(range(len(chunks))).difference(together))
-            for group, run in ((rows, self._run_rows), (together, self._run_chunks)):
+            rows = sorted(set(range(len(chunks))).difference(together, cold))
+            for group, run in ((rows, self._run_rows), (together, self._run_chunks), (cold, self._run_cold)):
                 if group:
                     run([chunks[i] for i in group], changes.rows[group], changes, step)
                     changes = changes.part(0, 0)
@@ -223,7 +233,7 @@ class CudaExecutor:
 
     def _together(self, chunks: Sequence[Chunk]) -> list[int]:
         """The chunks whose tokens attend together, the longest context first."""
-        several = [i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1]
+        several = [i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1 and not chunk.cold_blocks]
         if not several or self._config.deterministic:
             return []
         reads = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens) for chunk in chunks)
@@ -232,23 +242,43 @@ class CudaExecutor:
             return []
         return sorted(several, key=lambda i: -(chunks[i].start + chunks[i].num_tokens))
 
-    def _run_rows(self, chunks: Sequence[Chunk], tables: IntArray, changes: TableChanges, step: StepTokens) -> None:
+    def _run_cold(self, chunks: Sequence[Chunk], tables: IntArray, changes: TableChanges, step: StepTokens) -> None:
+        """Chunks with cold blocks, with which their block tables begin."""
+        cold = dict(zip(tables.tolist(), (chunk.cold_blocks for chunk in chunks), strict=True))
+        run = self._run_rows if self._config.deterministic else self._run_chunks
+        run(chunks, tables, changes, step, cold)
+
+    def _run_rows(
+        self,
+        chunks: Sequence[Chunk],
+        tables: IntArray,
+        changes: TableChanges,
+        step: StepTokens,
+        cold: ColdBlocks = NO_COLD,
+    ) -> None:
         tokens = token_arrays(chunks, tables, self._sampled_before)
         picks = _picks(chunks, tables, tokens)
         for first in range(0, len(tokens), self._sizes.max_rows):
             part = tokens.part(first, first + self._sizes.max_rows)
             chosen = picks.part(first, first + len(part))
             parameters = self._sampler.parameters(chosen, len(part))
-            result = self._runner.run_rows(part, parameters, changes)
+            result = self._runner.run_rows(part, parameters, changes, cold)
             changes = changes.part(0, 0)
             if chosen.names:
                 self._sampler.sample(result, chosen, step)
 
-    def _run_chunks(self, chunks: Sequence[Chunk], tables: IntArray, changes: TableChanges, step: StepTokens) -> None:
+    def _run_chunks(
+        self,
+        chunks: Sequence[Chunk],
+        tables: IntArray,
+        changes: TableChanges,
+        step: StepTokens,
+        cold: ColdBlocks = NO_COLD,
+    ) -> None:
         tokens = token_arrays(chunks, tables, self._sampled_before)
         picks = _picks(chunks, tables, tokens)
         ends, picks.rows = picks.rows, np.arange(len(picks.names), dtype=np.int32)
-        result = self._runner.run_chunks(tokens, ends, self._sampler.parameters(picks, len(ends)), changes)
+        result = self._runner.run_chunks(tokens, ends, self._sampler.parameters(picks, len(ends)), changes, cold)
         if result is not None:
             self._sampler.sample(result, picks, step)
 

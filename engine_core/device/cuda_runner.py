@@ -3,12 +3,14 @@
 Owns: the inputs' memory, the block tables on the GPU, decode graphs. Does not know: sampling, steps, copies.
 
 A pass is one of two kinds. Rows: tokens that attend one by one, whoever they belong to; padded to a bucket and run as a
-CUDA graph. Chunks: several tokens of a sequence attend together; run kernel by kernel.
+CUDA graph. Chunks: several tokens of a sequence attend together; run kernel by kernel. A pass of sequences with cold
+blocks may be of either kind, and is never a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,8 +23,10 @@ from ...kernels.decode_attention import DecodeSplits
 from ...kernels.pages import KVPages
 from ...kernels.prefill_attention import PrefillSplits
 from ...kernels.sampling import PARAMETERS
-from ..models.cuda_decoder import CudaDecoder, TokenInputs, Workspace
+from ..control.plan import NO_BLOCKS
+from ..models.cuda_decoder import Attend, CudaDecoder, TokenInputs, Workspace
 from .block_tables import NO_CHANGES, TableChanges
+from .cold_attention import NO_COLD, ColdAttention, ColdBlocks
 from .cuda_batch import NOWHERE, PADDING_POSITION, IntArray, Packer, TokenArrays, aligned, bucket_of
 from .graphs import DecodeGraphs
 from .staging import Staging
@@ -72,13 +76,22 @@ class PassMemory:
 
 
 class CudaRunner:
-    """`previous` int32: where a token's source points. Everything is launched on the current stream."""
+    """`previous` int32: where a token's source points. Everything is launched on the current stream.
+
+    `cold_attention`: for passes of sequences with cold blocks, where there may be any.
+    """
 
     def __init__(
-        self, decoder: CudaDecoder, workspace: Workspace, memory: PassMemory, pages: KVPages, previous: Tensor
+        self,
+        decoder: CudaDecoder,
+        workspace: Workspace,
+        memory: PassMemory,
+        pages: KVPages,
+        previous: Tensor,
+        cold_attention: ColdAttention | None,
     ) -> None:
         self._decoder, self._workspace, self._memory = decoder, workspace, memory
-        self._pages, self._previous = pages, previous
+        self._pages, self._previous, self._cold_attention = pages, previous, cold_attention
         self._graphs = DecodeGraphs()
 
     def warm_up(self, most_rows: int) -> None:
@@ -92,21 +105,41 @@ class CudaRunner:
                 last = np.arange(sizes.max_len - count, sizes.max_len, dtype=np.int32)
                 tokens = replace(_padding(count), positions=last)
                 self.run_chunks(tokens, tokens.ends, np.zeros(1, PARAMETERS), NO_CHANGES)
+        if self._cold_attention is not None:
+            last = replace(_padding(1), positions=np.array([sizes.max_len - 1], np.int32))
+            self.run_rows(last, np.zeros(0, PARAMETERS), NO_CHANGES, {0: NO_BLOCKS})
 
-    def run_rows(self, tokens: TokenArrays, parameters: NDArray[np.void], changes: TableChanges) -> PassLogits:
-        """Tokens that attend one by one; logits of all, for which there are sampling `parameters` [T]."""
+    def run_rows(
+        self, tokens: TokenArrays, parameters: NDArray[np.void], changes: TableChanges, cold: ColdBlocks = NO_COLD
+    ) -> PassLogits:
+        """Tokens that attend one by one; logits of all, for which there are sampling `parameters` [T].
+
+        `cold`: empty, or what each of the pass's block tables begins with.
+        """
         bucket = bucket_of(self._memory.sizes.buckets, len(tokens))
         buffer, packer = self._begin(changes)
         self._memory.rows.fill(buffer, tokens, bucket, self._memory.decode_splits)
         places = packer.add(parameters)
         self._send(packer, changes)
-        self._graphs(bucket, self._launch_rows)
+        if cold:
+            with self._attention(tokens, cold) as attend:
+                self._launch_rows(bucket, attend)
+        else:
+            self._graphs(bucket, self._launch_rows)
         return PassLogits(self._workspace.logits[: len(tokens)], self._at(places))
 
     def run_chunks(
-        self, tokens: TokenArrays, sampled: IntArray, parameters: NDArray[np.void], changes: TableChanges
+        self,
+        tokens: TokenArrays,
+        sampled: IntArray,
+        parameters: NDArray[np.void],
+        changes: TableChanges,
+        cold: ColdBlocks = NO_COLD,
     ) -> PassLogits | None:
-        """Whole chunks, best the longest context first; logits of the tokens `sampled` [R], None where R is 0."""
+        """Whole chunks, best the longest context first; logits of the tokens `sampled` [R], None where R is 0.
+
+        `cold`: as for `run_rows`.
+        """
         starts = np.concatenate((np.zeros(1, np.int32), tokens.ends + 1))
         contexts = tokens.positions[tokens.ends] + 1
         _, packer = self._begin(changes)
@@ -115,9 +148,18 @@ class CudaRunner:
         sampled_place, parameter_place = packer.add(sampled), packer.add(parameters)
         self._send(packer, changes)
         inputs = TokenInputs(*map(self._at, places), self._previous, self._memory.tables)
-        chunks = _Chunks(*map(self._at, chunk_places), int(np.diff(starts).max()), int(contexts.max()))
-        logits = self._launch_chunks(inputs, chunks, self._at(sampled_place))
+        if cold:
+            with self._attention(tokens, cold) as attend:
+                logits = self._decoder.logits(inputs, self._pages, attend, self._workspace, self._at(sampled_place))
+        else:
+            chunks = _Chunks(*map(self._at, chunk_places), int(np.diff(starts).max()), int(contexts.max()))
+            logits = self._launch_chunks(inputs, chunks, self._at(sampled_place))
         return PassLogits(logits, self._at(parameter_place)) if len(sampled) else None
+
+    def _attention(self, tokens: TokenArrays, cold: ColdBlocks) -> AbstractContextManager[Attend]:
+        if self._cold_attention is None:
+            raise ValueError("cold_blocks are given; allowed: none, without allow_oversize")
+        return self._cold_attention.begin(tokens, self._memory.tables, cold)
 
     def _at(self, place: slice) -> Tensor:
         return self._memory.staging.device[place]
@@ -138,16 +180,17 @@ class CudaRunner:
         if len(changes.places):
             self._memory.tables.view(-1).index_copy_(0, self._at(places).view(torch.int64), self._at(values))
 
-    def _launch_rows(self, bucket: int) -> None:
+    def _launch_rows(self, bucket: int, attend: Attend | None = None) -> None:
+        """`attend`: instead of the decode kernel."""
         fields = [self._at(field)[:bucket] for field in self._memory.rows.fields]
         contexts, own_tables = fields.pop(), self._memory.own_tables[:bucket]
         inputs = TokenInputs(*fields, self._previous, self._memory.tables)
         torch.index_select(self._memory.tables, 0, inputs.sequences, out=own_tables)
 
-        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+        def decode(layer: int, q: Tensor, out: Tensor) -> None:
             decode_attention.paged_decode(q, self._pages, layer, own_tables, contexts, self._memory.decode_splits, out)
 
-        self._decoder.logits(inputs, self._pages, attend, self._workspace, None)
+        self._decoder.logits(inputs, self._pages, attend or decode, self._workspace, None)
 
     def _launch_chunks(self, inputs: TokenInputs, chunks: _Chunks, sampled: Tensor) -> Tensor:
         own_tables = self._memory.own_tables[: len(chunks.rows)]

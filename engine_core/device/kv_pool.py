@@ -20,9 +20,9 @@ from .kv_formats import KVFormat, make_format
 class KVPool:
     """Blocks of one shape and format in two arenas of bytes, `gpu` and `cpu`, uint8 [blocks, block_bytes].
 
-    On the CPU device both are plain memory, which the system commits when a page is first written. On a GPU, `gpu` is
-    its memory, `cpu` is pinned as it is needed (`arena`), and kernels see the pool as `pages`; everything else here is
-    the CPU device's.
+    On the CPU device both are plain memory, which the system commits when a page is first written, one behind the
+    other: block b of `cpu` can be read as block len(gpu) + b. On a GPU, `gpu` is its memory, `cpu` is pinned as it is
+    needed (`arena`), and kernels see the pool as `pages`; everything else here is the CPU device's.
     """
 
     def __init__(
@@ -36,11 +36,17 @@ class KVPool:
     ) -> None:
         self.shape, self.block_size, self.format_name = shape, block_size, kv_format
         self.block_bytes = paged_kv_block_bytes(shape, block_size, kv_format)
-        self.gpu = torch.empty(num_gpu_blocks, self.block_bytes, dtype=torch.uint8, device=device)
-        self.arena = HostArena(num_cpu_blocks * self.block_bytes, pin=self.gpu.is_cuda, unit=self.block_bytes)
-        self.cpu = self.arena.memory.view(num_cpu_blocks, self.block_bytes)
+        on_host = device == "cpu"
+        in_arena = num_cpu_blocks + (num_gpu_blocks if on_host else 0)
+        self.arena = HostArena(in_arena * self.block_bytes, pin=not on_host, unit=self.block_bytes)
+        memory = self.arena.memory.view(in_arena, self.block_bytes)
+        if on_host:
+            self.gpu, self.cpu = memory.split((num_gpu_blocks, num_cpu_blocks))
+        else:
+            self.gpu = torch.empty(num_gpu_blocks, self.block_bytes, dtype=torch.uint8, device=device)
+            self.cpu = memory
         self.format: KVFormat = make_format(kv_format, block_size, shape.head_dim)
-        planes = self.format.view(self.gpu.view(-1))
+        planes = self.format.view((memory if on_host else self.gpu).view(-1))
         self.planes_per_layer = 2 * shape.num_kv_heads
         self.planes_per_block = shape.num_layers * self.planes_per_layer
         self._layers = [planes[layer * self.planes_per_layer :] for layer in range(shape.num_layers)]

@@ -24,6 +24,7 @@ from coldblock.kernels import (
     block_copy,
     decode_attention,
     fused,
+    gather,
     prefill_attention,
     sampling,
     small_copy,
@@ -54,6 +55,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         (sampling, "sample", sample),
         (sampling, "penalize", penalize),
         (block_copy, "copy_blocks", copy_blocks),
+        (gather, "gather_slices", gather_slices),
     ):
         _check_signature(getattr(module, name), replacement)
         monkeypatch.setattr(module, name, replacement)
@@ -98,6 +100,8 @@ class Nothing:
 
     def synchronize(self) -> None: ...
 
+    def wait(self) -> None: ...
+
     def wait_event(self, event: Nothing) -> None: ...
 
     def query(self) -> bool:
@@ -118,6 +122,11 @@ def copy_blocks(source: Tensor, reads: Ids, target: Tensor, writes: Ids, counts:
     for read, write, count in zip(reads, writes, counts, strict=True):
         assert min(read, write) >= 0 and read + count <= len(source) and write + count <= len(target)
         target[write : write + count] = source[read : read + count]
+
+
+def gather_slices(source: Tensor, offset: int, blocks: Tensor, target: Tensor) -> None:
+    assert len(blocks) == len(target) and 0 <= offset <= source.shape[1] - target.shape[1]
+    target.copy_(source[blocks.long(), offset : offset + target.shape[1]])
 
 
 def copy_small(source: Tensor, target: Tensor) -> None:

@@ -59,28 +59,40 @@ class Stream:
         streams.all.append(self)
 
     def wait_event(self, event: Event) -> None:
-        self.queue.append((event.query, lambda: None))
+        place = event.place
+        self.queue.append((lambda: place.at >= 0, lambda: None))
 
     def synchronize(self) -> None:
         while self.queue:
             assert self.streams.turn(), "a stream waits for ever"
 
 
-class Event:
-    """Occurs when its stream has come to where it was recorded."""
+class Place:
+    """Where an event was recorded, and when its stream came there."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.at = streams, -1
 
-    def record(self, stream: Stream | None = None) -> None:
-        (stream or self.streams.current).queue.append((lambda: True, self._occur))
-
-    def _occur(self) -> None:
+    def occur(self) -> None:
         self.at = self.streams.clock
 
+
+class Event:
+    """Occurs when its stream has come to where it was recorded last."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.place = streams, Place(streams)
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.place = Place(self.streams)
+        (stream or self.streams.current).queue.append((lambda: True, self.place.occur))
+
+    def wait(self) -> None:
+        self.streams.current.wait_event(self)
+
     def query(self) -> bool:
-        return self.at >= 0
+        return self.place.at >= 0
 
     def elapsed_time(self, other: Event) -> float:
         assert self.query() and other.query()
-        return float(other.at - self.at)
+        return float(other.place.at - self.place.at)

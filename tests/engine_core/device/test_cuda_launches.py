@@ -5,6 +5,7 @@ The wrappers run as they are, on CPU tensors, up to the launch itself.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from coldblock.kernels import (
     checks,
     decode_attention,
     fused,
+    gather,
     pages,
     prefill_attention,
     prefill_attention_hopper,
@@ -35,7 +37,7 @@ from tiny_models import chunk, edit_config, quantize, save_tiny
 from torch import Tensor
 
 MODULES: tuple[ModuleType, ...] = (
-    fused, w4, w4_wide, decode_attention, prefill_attention, prefill_attention_hopper, sampling,
+    fused, gather, w4, w4_wide, decode_attention, prefill_attention, prefill_attention_hopper, sampling,
 )  # fmt: skip
 DEVICES = {"sm_90a": (132, 227), "sm_86": (16, 99)}  # multiprocessors; KiB of shared memory of a block
 
@@ -115,7 +117,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def test_a_steps_launches(
     architecture: str, tmp_path: Path, head_dim: int, kv_cache_dtype: str, compute_dtype: str
 ) -> None:
-    """Rows in every bucket, chunks of several lengths, penalties, log-probabilities."""
+    """Rows in every bucket, chunks of several lengths, some with cold blocks, penalties, log-probabilities."""
     save_tiny(tmp_path, "qwen2", head_dim=head_dim, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
     quantize(tmp_path, 32 if head_dim < 128 else 128)
     (tmp_path / "model.safetensors").unlink()
@@ -129,6 +131,8 @@ def test_a_steps_launches(
             num_gpu_blocks=512,
             max_num_seqs=128,
             max_num_batched_tokens=2048,
+            cpu_offload_bytes=8 << 20,
+            allow_oversize=True,
         )
     )
     asked = Sampling(temperature=0.5, top_p=0.9, logprobs=3, repetition_penalty=1.1)
@@ -138,10 +142,13 @@ def test_a_steps_launches(
             chunk(f"{i}", [1] * size, 50 * i, table, asked, history=[1, 2, 3], prompt_length=2)
             for i, size in enumerate(sizes)
         ]
+        oversize = chunk("oversize", [1] * sizes[0], 48, table, asked, history=[1, 2, 3], prompt_length=2)
+        chunks.append(oversize._replace(cold_blocks=array("i", [2, 0, 1])))
         executor.begin_step(StepPlan(1, tuple(chunks), ()))
         executor.complete_step()
     launched = set(Recorder.launches)
     assert {"embed", "rms_norm", "rope_and_write", "paged_decode", "w4_linear", "sample_scan"} <= launched
+    assert "gather_slices" in launched
     assert ("w4_wide" in launched) == (architecture == "sm_90a")
     assert {"paged_prefill", "paged_prefill_hopper"} & launched
     executor.close()
