@@ -18,7 +18,7 @@ from coldblock.engine_core.device import cold_attention
 from coldblock.engine_core.device.cold_attention import ColdAttention, ColdMemory
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cuda_batch import TokenArrays
-from coldblock.engine_core.device.cuda_executor import SHORT_STEP_TOKENS, CudaExecutor
+from coldblock.engine_core.device.cuda_executor import LEAST_ROWS, CudaExecutor
 from coldblock.engine_core.device.kv_pool import KVPool
 from coldblock.engine_core.kv_layout import FormatName, KVShape
 from coldblock.kernels import gather
@@ -107,7 +107,7 @@ def test_cold_blocks_change_nothing_but_rounding(
     make: Make, path: Path, kv_cache_dtype: str, compute_dtype: str
 ) -> None:
     """Beside a token of another request and a chunk that is too large for rows; in pieces with both kinds of blocks."""
-    assert len(OTHERS["d"]) > SHORT_STEP_TOKENS
+    assert len(OTHERS["d"]) > LEAST_ROWS
     executor = make(path, kv_cache_dtype=kv_cache_dtype, compute_dtype=compute_dtype)
     for split in (160, 170):
         wanted = answers(executor, 0, split, company=False)
