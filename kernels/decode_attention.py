@@ -179,13 +179,19 @@ def choose_cut(context_lens: np.ndarray, groups: int, blocks: int, round_tokens:
         return Cut(_SHORTEST, _SHORTEST)
     if 1 <= one_wave <= _FAN:
         long = _round_up(longest / one_wave)
-        if long >= _SHORTEST and total >= _FULL_WAVE * blocks * long:
+        if long >= round_tokens and total >= _FULL_WAVE * blocks * long:
             return Cut(long, long)
     return _cheapest_cut(context_lens, groups, blocks, round_tokens, longest, total)
 
 
-def _round_up(tokens: float) -> int:
-    return math.ceil(tokens / _TILE) * _TILE
+def _round_up(tokens: float, step: int = _TILE) -> int:
+    return math.ceil(tokens / step) * step
+
+
+def _alike(tokens: float, round_tokens: int) -> int:
+    """The length of parts that are to be alike. A round that is not full takes as long and leaves warps without work,
+    which shows where rounds are few."""
+    return _round_up(tokens, round_tokens if tokens <= 2 * round_tokens else _TILE)
 
 
 def _cheapest_cut(
@@ -193,7 +199,7 @@ def _cheapest_cut(
 ) -> Cut:
     share = total / blocks
     numbers = (1, 2, _FAN, *(math.ceil(waves * longest / share) for waves in (0.5, 0.7, 0.9, 1, 2)))
-    cuts = [(long, long) for long in {max(_round_up(longest / min(n, _MOST_PARTS)), _SHORTEST) for n in numbers}]
+    cuts = [(long, long) for long in {_alike(longest / min(n, _MOST_PARTS), round_tokens) for n in numbers}]
     rounds = int(share / round_tokens)
     if rounds > _FEWEST_ROUNDS:
         cuts += [((rounds - fewer) * round_tokens, max(round_tokens, _SHORTEST)) for fewer in (0, 1)]
@@ -201,6 +207,7 @@ def _cheapest_cut(
     in_longs = np.maximum(context_lens, 1) / long
     longs = np.floor(in_longs)
     counts = longs + np.ceil((in_longs - longs) * (long / short * 0.999999))  # a whole number of short ones stays that
+    longs = np.where(long == short, counts, longs)  # a sequence's last part may be as good as a long one
     items, long_items = (counts.sum(axis=1) * groups).tolist(), (longs.sum(axis=1) * groups).tolist()
     most_parts, most_items = counts.max(axis=1).tolist(), len(context_lens) * groups + _EXTRA_WAVES * blocks
     fitting = [i for i in range(len(cuts)) if items[i] <= most_items]
@@ -212,7 +219,7 @@ def _cost(long: int, short: int, share: float, waves: float, long_waves: float, 
     """When the last block ends, in tokens that one reads until then. `share` are a block's tokens if all have as many,
     `waves` and `long_waves` its items and its long ones, `most_parts` those of the longest sequence."""
     claimed = max(share + waves * (_ITEM_COST + _CLAIM_COST), math.ceil(long_waves) * (long + _ITEM_COST))
-    claimed += (share - long_waves * long) / max(waves - long_waves, 1e-9) / 4
+    claimed += max(share - long_waves * long, 0) / max(waves - long_waves, 1e-9) / 4
     if long == short:  # wave by wave; the last one is faster if it leaves blocks idle
         whole = math.ceil(waves) - 1
         in_turn = whole * (long + _ITEM_COST) + min(max(waves - whole + 0.05, _ALONE), 1) * long + _ITEM_COST

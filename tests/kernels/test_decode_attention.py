@@ -205,6 +205,15 @@ def test_what_would_leave_blocks_idle_is_cut() -> None:
     assert counts([128] * 300 + [32768])[-1] > 8
 
 
+@pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.parametrize(("blocks", "round_tokens"), [(132, 256), (264, 192)])
+def test_few_sequences_of_any_length_are_cut_to_rounds(blocks: int, round_tokens: int, count: int) -> None:
+    """Most blocks would be idle otherwise. A length need not be a multiple of anything."""
+    for length in range(2 * round_tokens + 1, 2000):
+        parts, _ = parts_of([length] * count, choose_cut(np.array([length] * count), 2, blocks, round_tokens), blocks)
+        assert (parts[:, 5] - parts[:, 4]).max() == round_tokens
+
+
 def end_of(sizes: list[float], blocks: int, claims: bool) -> float:
     """When the last block ends, if an item takes as long as it has tokens."""
     if not claims:

@@ -184,7 +184,7 @@ def test_without_the_setting_there_is_no_memory_for_it(make: Make, path: Path) -
     assert run_step(executor, [chunk("b", [1], 0, [1], ASKED)]).failed == {}
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
 def test_the_memory_it_takes_is_in_the_sum(make: Make, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_attention, "PIECE_TOKENS", 4096)
     monkeypatch.setattr(cold_attention, "_MOST_SCORES", 8 << 20)
