@@ -33,6 +33,10 @@ class State(Enum):
     FINISHED = "finished"
 
 
+USES_BLOCKS = frozenset({State.PREFILL, State.DECODE, State.LOADING, State.SWAPPING_IN})
+"""In these a request's blocks are on the GPU, or on their way there, and must stay."""
+
+
 class Event(Enum):
     """What can happen to a request. PREEMPT drops its KV for recomputation; FINISH is any end, an abort included."""
 

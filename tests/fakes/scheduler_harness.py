@@ -6,9 +6,9 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 
 from coldblock.engine_core.control.plan import BlockMove, StepPlan
-from coldblock.engine_core.control.request import Request, State
+from coldblock.engine_core.control.request import USES_BLOCKS, Request, State
 from coldblock.engine_core.control.sampling import Sampling
-from coldblock.engine_core.control.scheduler import USES_BLOCKS, Scheduler, SchedulerConfig
+from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.control.swap import NO_SLOT, Block, Move, Residency
 from coldblock.engine_core.control.tiers import Tiers
 from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
