@@ -2,6 +2,9 @@
 
 Owns: `Step`, and how far a request is once it is planned. Does not know: who runs and why, or how blocks are found; a
 request whose blocks do not suffice yet is passed over.
+
+A request is oversize while its tokens so far and one more need more blocks than the GPU pool has. Its chunks are cut
+so that they fit the window behind its cold blocks, and full blocks of the window can become cold for the next one.
 """
 
 from __future__ import annotations
@@ -10,20 +13,44 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .config import SchedulerConfig
-from .plan import NO_TOKENS, Chunk, SampleSpec
+from .plan import NO_BLOCKS, NO_TOKENS, Chunk, SampleSpec
 from .request import Event, Request, State
+from .swap import Block
 
 
 class Step(NamedTuple):
-    """A step that is not applied yet: what it runs, and how many tokens of that are prefill."""
+    """A step that is not applied yet: what it runs, and how many tokens of that are prefill at the usual speed.
+
+    `read_cold`: blocks of requests that have gone meanwhile, which this step or one before it reads in the CPU tier.
+    """
 
     chunks: list[tuple[Request, Chunk]]
     prefill_tokens: int
+    read_cold: list[Block]
 
 
 def chunk_tokens(request: Request, config: SchedulerConfig) -> int:
     """Tokens that the request runs in one step if the budget allows."""
-    return min(request.remaining, config.prefill_chunk_tokens)
+    count = min(request.remaining, config.prefill_chunk_tokens)
+    if is_oversize(request, config):
+        count = min(count, config.window * config.block_size - request.computed_tokens % config.block_size)
+    return count
+
+
+def is_oversize(request: Request, config: SchedulerConfig) -> bool:
+    """Whether its tokens so far and one more need more blocks than the GPU pool has."""
+    return min(request.num_tokens + 1, request.limit) > config.num_gpu_blocks * config.block_size
+
+
+def most_hot(request: Request, config: SchedulerConfig) -> int:
+    """The most GPU blocks that the request may have."""
+    return config.window if is_oversize(request, config) else config.num_gpu_blocks
+
+
+def blocks_for_next(request: Request, config: SchedulerConfig) -> int:
+    """Blocks that the request's next chunk needs, with all that come before."""
+    ahead = chunk_tokens(request, config) if is_oversize(request, config) else request.remaining
+    return config.blocks_for(request.computed_tokens + ahead)
 
 
 def choose_chunks(running: Iterable[Request], step: int, config: SchedulerConfig, now: float) -> Step:
@@ -36,7 +63,7 @@ def choose_chunks(running: Iterable[Request], step: int, config: SchedulerConfig
             prefilling.append(request)
         elif (
             budget > 0
-            and request.num_tokens <= size * len(request.block_table)
+            and request.num_tokens <= size * len(request.blocks)
             and request.num_tokens < request.limit
             and not (request.penalized and request.awaits_token)
         ):
@@ -45,10 +72,11 @@ def choose_chunks(running: Iterable[Request], step: int, config: SchedulerConfig
     left_for_prefill = budget
     for request in prefilling:
         count = min(chunk_tokens(request, config), budget)
-        if count > 0 and request.computed_tokens + count <= size * len(request.block_table):
+        if count > 0 and request.computed_tokens + count <= size * len(request.blocks):
             stepping.append((request, _plan_chunk(request, count, step, config, now)))
             budget -= count
-    return Step(stepping, left_for_prefill - budget)
+    streams = any(request.cold for request, _ in stepping)
+    return Step(stepping, 0 if streams else left_for_prefill - budget, [])
 
 
 def _plan_chunk(request: Request, count: int, step: int, config: SchedulerConfig, now: float) -> Chunk:
@@ -66,8 +94,9 @@ def _plan_chunk(request: Request, count: int, step: int, config: SchedulerConfig
     request.last_step = step
     request.last_active_time = now
     tokens = NO_TOKENS if from_previous else request.tokens[start:end]
-    table = request.block_table[: config.blocks_for(end)]
-    return Chunk(request.request_id, tokens, start, table, sample, from_previous)
+    table = request.block_table[: config.blocks_for(end) - request.cold]
+    cold = request.cold_table[:] if request.cold else NO_BLOCKS
+    return Chunk(request.request_id, tokens, start, table, sample, from_previous, cold)
 
 
 def _sample_spec(request: Request) -> SampleSpec:

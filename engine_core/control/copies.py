@@ -59,7 +59,7 @@ class Copies:
 
     def wait_for_loads(self, request: Request) -> None:
         """Nor before all copies that bring its blocks in have, whoever began them."""
-        arriving = [block.move for block in request.blocks if block.residency is Residency.COPYING_IN]
+        arriving = [block.move for block in request.hot if block.residency is Residency.COPYING_IN]
         request.copied = Copied(len(arriving))
         for move in dict.fromkeys(arriving):
             if move is not None:

@@ -159,8 +159,8 @@ class Journal:
 
 def view(request: Request, now: float) -> RequestView:
     """A live request as a monitor shows it."""
-    running = bool(request.block_table)  # then all its blocks are on the GPU, and nobody counts them
-    gpu_blocks = len(request.blocks) if running else sum(block.readable for block in request.blocks)
+    running = bool(request.block_table)  # then all its blocks but the cold ones are on the GPU, and nobody counts them
+    gpu_blocks = len(request.block_table) if running else sum(block.readable for block in request.hot)
     return RequestView(
         request_id=request.request_id,
         state=request.state.value,

@@ -7,6 +7,7 @@ block's slot is given up (`tiers`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 from .config import SchedulerConfig
 from .policies import Work
@@ -42,14 +43,23 @@ class Prefixes:
                 del hits[away[0] :]
         return hits
 
+    def cold(self, request: Request) -> list[Block]:
+        """The same for a request that reads them from the CPU tier: as far as they have a copy there."""
+        if not self._enabled:
+            return []
+        full = (len(request.tokens) - 1) // self._block_size
+        self._tiers.index.extend_chain(request.digests, request.tokens, full)
+        return list(takewhile(lambda block: block.copied, self._tiers.index.match(request.digests[:full])))
+
     def rematch(self, request: Request) -> None:
         """Blocks that are away and that others have computed as well need not be copied: share theirs."""
         if not self._enabled:
             return
         index, full = self._tiers.index, min(len(request.digests), request.computed_tokens // self._block_size)
-        private = [i for i, b in enumerate(request.blocks[:full]) if b.digest is None and b.residency is Residency.CPU]
-        for position in private:
+        for position in range(request.cold, full):
             block, digest = request.blocks[position], request.digests[position]
+            if block.digest is not None or block.residency is not Residency.CPU:
+                continue
             index.insert(digest, block)
             holder = index.holder(digest)
             if holder is not None and holder is not block:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
+from .chunks import is_oversize, most_hot
 from .config import SchedulerConfig
 from .prefixes import Prefixes
 from .request import Request, State
@@ -17,11 +18,15 @@ from .tiers import Tiers
 
 
 class Entry(NamedTuple):
-    """What a request coming in takes: its cached prefix `hits`, those of them `away` from the GPU, and `new` blocks."""
+    """What a request coming in takes: its cached prefix `hits`, those of them `away` from the GPU, and `new` blocks.
+
+    Instead of hits an oversize one takes the `cold` part of its prefix, which it reads from the CPU tier.
+    """
 
     hits: list[Block]
     away: list[Block]
     new: int
+    cold: list[Block]
 
     @property
     def needed(self) -> int:
@@ -48,9 +53,13 @@ class Room:
 
     def entry(self, request: Request) -> Entry:
         """What a waiting request takes for its tokens so far and one more."""
+        total = self._config.blocks_for(request.num_tokens + 1)
+        if is_oversize(request, self._config):
+            cold = self._prefixes.cold(request)
+            return Entry([], [], min(self._config.window, total - len(cold)), cold)
         hits = self._prefixes.cached(request, len(self._running))
         away = [block for block in hits if block.residency is Residency.CPU]
-        return Entry(hits, away, self._config.blocks_for(request.num_tokens + 1) - len(hits))
+        return Entry(hits, away, total - len(hits), [])
 
     def fits(self, entry: Entry, leaving: Collection[Request] = ()) -> bool:
         """Whether it may come in once `leaving` have left."""
@@ -69,13 +78,18 @@ class Room:
         return self._tiers.available + self.freed_by(leaving, hits) - reused - self.growth(leaving)
 
     def growth(self, leaving: Collection[Request] = (), further: int = 0) -> int:
-        """Blocks that the running requests lack for their next token and `further` ones."""
-        size, gone = self._config.block_size, set(leaving)
+        """Blocks that the running requests lack for their next token and `further` ones; their windows if oversize."""
+        gone = set(leaving)
         return sum(
-            max(0, -(-min(request.num_tokens + 1 + further, request.limit) // size) - len(request.blocks))
+            max(0, self.lacking(request, further))
             for request in self._running.values()
             if request not in gone and not request.ends_in_flight
         )
+
+    def lacking(self, request: Request, further: int = 0) -> int:
+        """Blocks that a request lacks for its next token and `further` ones. Below 0: it has more than it may have."""
+        total = self._config.blocks_for(min(request.num_tokens + 1 + further, request.limit))
+        return min(total, request.cold + most_hot(request, self._config)) - len(request.blocks)
 
     def freed_by(self, leaving: Collection[Request], hits: Collection[Block] = ()) -> int:
         """Blocks that can be had when these running requests have left; `hits` will go on being used."""
@@ -83,7 +97,7 @@ class Room:
 
     def used_only_by(self, leaving: Collection[Request]) -> list[Block]:
         """The blocks that nobody uses once these running requests have left."""
-        users = Counter(block for request in leaving for block in request.blocks)
+        users = Counter(block for request in leaving for block in request.hot)
         return [block for block, count in users.items() if block.users == count]
 
     def ending(self) -> list[Request]:
@@ -107,6 +121,14 @@ class Room:
                 if parked:
                     return request, parked[:most]
         return None, []
+
+    def cpu_holds(self, request: Request) -> bool:
+        """Whether the CPU tier can hold all that an oversize request, and those admitted before, may have there."""
+        if not is_oversize(request, self._config):
+            return True
+        together = [r for r in (*self._running.values(), *self._swapped.values()) if is_oversize(r, self._config)]
+        cold = sum(self._config.blocks_for(r.limit) - self._config.window for r in (request, *together))
+        return cold <= self._config.cpu_blocks
 
     def cpu_shortage(self, blocks: int, kept: int = 0) -> str | None:
         """Why `blocks` blocks cannot be copied out beside `kept` copies, with the numbers; None when they can."""

@@ -25,6 +25,16 @@ Why nobody ping-pongs: who comes back must find room for itself and for a furthe
 active, and after MAX_TIMES_LEFT is passed over. Failing copies end in a recomputation. Why nobody starves: a step of
 priority is worth AGING_S seconds of waiting and no more.
 
+A request is oversize once its tokens so far and one more need more blocks than the GPU pool has (`allow_oversize`).
+Then it has a window of the pool and no more; what comes before is cold: read from the CPU tier by every chunk, never
+loaded. It runs a chunk when the blocks that this one needs cold have been copied; until then it is in PREFILL or DECODE
+and gets no chunk. Swaps concern its window. One that was swapped out when it became oversize is recomputed, as it may
+not load what it has. Why it finishes: the whole window is kept free for it when others come in, and if it is the most
+senior, both the blocks and the CPU slots of all others are there for it, by recomputing them in the end. Any full block
+of its window can become cold, and both tiers hold it: `add` takes no other. Two are admitted beside one another only if
+the CPU tier holds both in full; else the later one waits. Without copies it cannot go on: when MAX_COPY_FAILURES in
+a row fail, it ends with an error.
+
 A step may be planned while the one before it is in flight (begun, and its result not applied). Then:
   * `computed_tokens` and `num_tokens` move when a step is planned; tokens are known, and blocks offered to the prefix
     index, when its result is applied.
@@ -33,6 +43,8 @@ A step may be planned while the one before it is in flight (begun, and its resul
   * An end that was not foreseen (stop token, failure, abort) frees the blocks at once, and the result of what is still
     in flight is dropped. This is safe, as are preemptions and swaps of requests in flight, because the executor works
     in order: whoever gets the blocks next, a chunk or a copy, begins after the work of the step in flight.
+  * CPU slots have no such order: a copy to them does not wait for a step that reads them. Whoever leaves holds its cold
+    blocks until the steps that were in flight have been applied.
   * A recomputed or swapped request does not run again before its step in flight has been applied. So a request that
     runs when a result is applied still has the blocks that the step was planned with.
 """
@@ -45,10 +57,10 @@ from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from .block_pool import PoolUse
-from .chunks import Step, choose_chunks, chunk_tokens
+from .chunks import Step, blocks_for_next, choose_chunks, chunk_tokens, is_oversize
 from .config import SchedulerConfig
 from .copies import Copies
 from .costs import Speeds
@@ -56,10 +68,10 @@ from .journal import Journal, view
 from .plan import Chunk, Direction, MoveDone, SampledToken, StepPlan, StepResult
 from .policies import RESUME_ORDERS, SWAP_OR_RECOMPUTE, VICTIM_POLICIES, Work
 from .prefixes import Prefixes
-from .request import USES_BLOCKS, Copied, Event, Request, State
+from .request import RUNS, USES_BLOCKS, Copied, Event, Request, State
 from .room import Entry, Room
 from .sampling import Sampling
-from .swap import Block, Residency
+from .swap import NO_SLOT, Block, Residency
 from .tiers import Tiers
 from .updates import Counters, FinishReason, RequestView, SwapReason, Update
 from .validation import Refusal, check_prompt, check_sampling
@@ -69,6 +81,7 @@ __all__ = ["Refusal", "Scheduler", "SchedulerConfig"]
 
 MAX_TIMES_LEFT = 8  # after so many, a request leaves for the growth of others only when no other is left
 MAX_COPY_FAILURES = 3  # after so many in a row, a request's KV is recomputed instead of copied
+_COPIES_FAILED = "{} copies to the CPU tier in a row failed, and it is larger than the GPU pool: {}"
 AGING_S = 10.0  # so long must a request wait to pass one that has a priority of 1 more
 
 
@@ -92,9 +105,8 @@ class Scheduler:
         self._swapped: dict[str, Request] = {}  # in one of the three swap states
         self._favoured: Request | None = None  # the newcomer that running requests gave way to
 
-        num_cpu_blocks = config.num_cpu_blocks if config.cpu_offload else 0
         self._speeds = Speeds(config.block_bytes)
-        self._tiers = Tiers(config.num_gpu_blocks, num_cpu_blocks, config.block_size)
+        self._tiers = Tiers(config.num_gpu_blocks, config.cpu_blocks, config.block_size)
         self._journal = Journal(config, self._tiers)
         self._copies = Copies(self._tiers, self._journal, self._speeds)
         self._prefixes = Prefixes(config, self._tiers, self._recompute_is_better)
@@ -113,7 +125,7 @@ class Scheduler:
         config, limit, now = self.config, self.config.max_request_tokens, self._clock()
         if request_id in self._requests:
             raise Refusal("request_id", request_id, "an id that no live request has")
-        check_prompt(prompt, config.vocab_size, config.max_model_len, config.num_gpu_blocks, config.block_size)
+        check_prompt(prompt, config)
         check_sampling(sampling, config.vocab_size)
         self._arrivals += 1
         request = Request(
@@ -173,17 +185,21 @@ class Scheduler:
     # ------------------------------------------------------------ growth: who leaves
 
     def _grow(self, now: float) -> bool:
-        """Give every running request the blocks of its next tokens, the most senior first. False: some must wait."""
+        """Give every running request the blocks of its next tokens, the most senior first. False: some must wait.
+
+        One that only waits for its own blocks to become cold lets others have theirs.
+        """
         size = self.config.block_size
         short = [
             request
             for request in self._running.values()
-            if request.num_tokens > size * len(request.block_table) and request.num_tokens < request.limit
+            if (request.num_tokens > size * len(request.blocks) or request.cold) and request.num_tokens < request.limit
         ]
         short.sort(key=_seniority)
         awaited = 0
         for request in short:
-            if request.request_id in self._running:  # else it had to leave for another
+            # Who does not run any more had to leave for another.
+            if request.request_id in self._running and self._cool(request, now):
                 awaited += self._find_blocks(request, awaited, now)
         return not awaited
 
@@ -192,7 +208,9 @@ class Scheduler:
 
         Returns how many blocks it now awaits: those on their way out are for it.
         """
-        missing = self.config.blocks_for(request.num_tokens) - len(request.blocks)
+        missing = blocks_for_next(request, self.config) - len(request.blocks)
+        if missing <= 0:
+            return 0
         needed = awaited + missing
         while self._tiers.available < needed:
             ending = self._room.freed_by(self._room.ending())
@@ -213,10 +231,13 @@ class Scheduler:
 
     def _growth_victim(self) -> Request | None:
         """Anybody but the most senior running request, so that one always gets on."""
-        senior = min(self._running.values(), key=_seniority)
+        senior = self._most_senior()
         candidates = [request for request in self._running.values() if request is not senior]
         unspent = [request for request in candidates if request.times_left < MAX_TIMES_LEFT]
         return self._victims.choose(unspent or candidates) if candidates else None
+
+    def _most_senior(self) -> Request:
+        return min(self._running.values(), key=_seniority)
 
     def _make_leave(self, victim: Request, now: float) -> None:
         """Swap the victim out, or recompute it later: when it has nothing to copy, or copying fails or costs more."""
@@ -224,7 +245,7 @@ class Scheduler:
         shortage = self._room.cpu_shortage(1)
         if victim.computed_tokens == 0 or victim.copy_failures >= MAX_COPY_FAILURES or self._recomputes(victim):
             self._preempt(victim, now)
-        elif shortage is not None and all(block.residency is not Residency.BOTH for block in victim.blocks):
+        elif shortage is not None and all(block.residency is not Residency.BOTH for block in victim.hot):
             self._journal.swap_rejected(victim, "growth", shortage)
             self._preempt(victim, now)
         else:
@@ -232,8 +253,8 @@ class Scheduler:
 
     def _recomputes(self, victim: Request) -> bool:
         """Whether to compute the victim's KV again rather than to copy it."""
-        content = self.config.blocks_for(victim.computed_tokens)
-        out = sum(block.residency is Residency.GPU for block in victim.blocks[:content])
+        content = self.config.blocks_for(victim.computed_tokens) - victim.cold
+        out = sum(block.residency is Residency.GPU for block in victim.hot[:content])
         work = Work(out, content, victim.computed_tokens, len(self._running) - 1)
         return self._recompute_is_better(work)
 
@@ -263,11 +284,58 @@ class Scheduler:
                 return False
         return True
 
-    def _copy_out(self, owner: Request, blocks: list[Block], reason: SwapReason) -> None:
-        move = self._copies.begin_out(blocks, reason, owner)
+    def _copy_out(self, owner: Request, blocks: list[Block], reason: SwapReason, ahead: bool = False) -> None:
+        if not blocks:
+            return
+        move = self._copies.begin_out(blocks, reason, owner, ahead)
         if owner.state is State.SWAPPING_OUT:
             owner.copied.blocks += len(blocks)
             self._copies.wait_for(owner, move)
+
+    # ------------------------------------------------------------ blocks become cold
+
+    def _cool(self, request: Request, now: float) -> bool:
+        """Let an oversize request read so many blocks from the CPU tier that its next chunk fits into its window.
+
+        What it will need there in the chunk after is copied while this one runs. False: copies are awaited.
+        """
+        if not is_oversize(request, self.config):
+            return True
+        tiers, config = self._tiers, self.config
+        wanted = max(0, blocks_for_next(request, config) - config.window)
+        chilled = list(takewhile(lambda block: block.copied, request.blocks[request.cold : wanted]))
+        if chilled:
+            tiers.read_cold(chilled, used=True)
+            request.cold += len(chilled)
+            request.cold_table.extend([block.cpu for block in chilled])
+            del request.block_table[: len(chilled)]
+        lacking = _without_copy(request.blocks[request.cold : wanted])
+        if lacking:
+            self._claim_cpu(len(lacking), request, now)
+            self._copy_out(request, lacking[: tiers.cpu_available], "oversize")
+        elif request.cold >= wanted:
+            end = wanted + config.blocks_for(chunk_tokens(request, config))
+            ahead = _without_copy(request.blocks[request.cold : min(end, request.computed_tokens // config.block_size)])
+            self._copy_out(request, ahead[: tiers.cpu_spare], "oversize", ahead=True)
+        return request.cold >= wanted
+
+    def _claim_cpu(self, needed: int, request: Request, now: float) -> None:
+        """Let others whose KV is in the CPU tier be recomputed until `needed` slots are there, or will be.
+
+        First swapped ones, those that come back last before others. If `request` is the most senior running one, then
+        oversize ones that run: it alone must always get on.
+        """
+        tiers = self._tiers
+        while tiers.cpu_available + tiers.cpu_leaving() < needed:
+            if any(step.read_cold for step in self._in_flight):
+                return  # slots that will be there
+            owners = [o for o in self._swapped.values() if o.state is not State.SWAPPING_IN and _in_cpu(o)]
+            if not owners and request is self._most_senior():
+                owners = [o for o in self._running.values() if o.cold and o is not request]
+            if not owners:
+                return
+            self._journal.swap_rejected(owners[-1], "oversize", f"its CPU blocks are needed by {request.request_id!r}")
+            self._preempt(owners[-1], now)
 
     # ------------------------------------------------------------ who comes back
 
@@ -288,9 +356,12 @@ class Scheduler:
         if last.residency is Residency.COPYING_OUT and request.computed_tokens % self.config.block_size:
             return False  # it is to be written, once it has been read
         self._prefixes.rematch(request)
-        missing = [block for block in request.blocks if block.residency is Residency.CPU]
-        new = self.config.blocks_for(request.num_tokens + 1) - len(request.blocks)
-        kept = sum([block.gpu_shelf is not None and tiers.gives_way(block) for block in request.blocks])
+        hot, new = request.hot, self._room.lacking(request)
+        if new < 0:  # it has become oversize since it ran, and has more than a window to load
+            self._preempt(request, now)
+            return True
+        missing = [block for block in hot if block.residency is Residency.CPU]
+        kept = sum([block.gpu_shelf is not None and tiers.gives_way(block) for block in hot])
         margin = self._room.growth(further=self.config.block_size)
         needed = len(missing) + new + kept + margin
         if needed > tiers.available:
@@ -298,7 +369,7 @@ class Scheduler:
             if not self._reclaim(needed, "resume", now, request, force=alone) or needed > tiers.available:
                 self._prefetch(request, missing, margin)
                 return False
-        tiers.unpark(request.blocks)
+        tiers.unpark(hot)
         if missing:
             self._copies.begin_in(missing, "resume", request)
         self._copies.wait_for_loads(request)
@@ -334,9 +405,9 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> bool:
         """Run a waiting request if its tokens so far and one more fit beside the running ones; it gets those blocks.
 
-        What of its prefix is in the CPU tier is loaded first.
+        What of its prefix is in the CPU tier is loaded first, or read there if the request is oversize.
         """
-        if self._in_step(request):
+        if self._in_step(request) or not self._room.cpu_holds(request):
             return False
         entry = self._room.entry(request)
         if not self._room.fits(entry):
@@ -347,9 +418,11 @@ class Scheduler:
         if entry.away:
             self._copies.begin_in(entry.away, "prefix_hit", request)
         self._copies.wait_for_loads(request)
-        request.blocks = hits + tiers.allocate(entry.new)
-        request.indexed_blocks = request.written_blocks = len(hits)
-        request.computed_tokens = request.tokens_at_admission = len(hits) * self.config.block_size
+        self._begin_cold(request, entry.cold)
+        request.blocks = entry.cold + hits + tiers.allocate(entry.new)
+        found = len(entry.cold) + len(hits)
+        request.indexed_blocks = request.written_blocks = found
+        request.computed_tokens = request.tokens_at_admission = found * self.config.block_size
         self._waiting.remove(request)
         if request is self._favoured:
             self._favoured = None
@@ -361,6 +434,13 @@ class Scheduler:
             self._start(request, now)
         return True
 
+    def _begin_cold(self, request: Request, blocks: list[Block]) -> None:
+        """An oversize request finds the beginning of its prompt in the CPU tier."""
+        for block in blocks:
+            self._tiers.own(block)
+        self._tiers.read_cold(blocks, used=False)
+        request.cold, request.cold_table = len(blocks), array("i", [block.cpu for block in blocks])
+
     def _start(self, request: Request, now: float) -> None:
         """An admitted request has its blocks and begins to run."""
         self._run(request, now)
@@ -371,7 +451,9 @@ class Scheduler:
 
     def _admit_favoured(self, newcomer: Request, now: float) -> None:
         """Admit the newcomer that others gave way to, or go on making room for it."""
-        if not self._admit(newcomer, now):
+        if not self._room.cpu_holds(newcomer):
+            self._favoured = None  # another has become oversize meanwhile
+        elif not self._admit(newcomer, now):
             alone = not self._running and not self._loading
             if self._reclaim(self._room.wanted(self._room.entry(newcomer)), "admission", now, force=alone):
                 self._admit(newcomer, now)
@@ -381,7 +463,7 @@ class Scheduler:
 
         Called only while no one is swapped out. Whoever leaves has got on since its admission, and does so only once.
         """
-        if newcomer.admitted_at is not None or newcomer.denied_room:
+        if newcomer.admitted_at is not None or newcomer.denied_room or not self._room.cpu_holds(newcomer):
             return
         entry = self._room.entry(newcomer)
         victims = self._victims_for(newcomer, entry)
@@ -433,6 +515,7 @@ class Scheduler:
                 self._apply_chunk(request, chunk, result, now)
         if step.chunks:
             self._speeds.stepped(step.prefill_tokens, len(step.chunks), result.seconds)
+        self._tiers.stop_reading(step.read_cold)
         for done in result.moves_done:
             self._apply_move(done, now)
 
@@ -469,12 +552,16 @@ class Scheduler:
         ended = self._copies.end(done)
         for request in ended.ready:
             self._copies_ended(request, now)
+        owner, reason = ended.move.request, ended.move.reason
         if done.error is None:
-            return
-        if ended.move.reason == "write_behind":
+            if owner is not None and reason == "oversize":
+                owner.copy_failures = 0
+        elif reason == "write_behind":
             self._write_behind.pause(now)
-        elif ended.move.request is not None and not ended.awaited:
-            self._fail_copy(ended.move.request, now)
+        elif owner is not None and not ended.awaited:
+            self._fail_copy(owner, now)
+            if reason == "oversize" and owner.copy_failures >= MAX_COPY_FAILURES and owner.state in RUNS:
+                self._finish(owner, "error", now, error=_COPIES_FAILED.format(MAX_COPY_FAILURES, done.error))
 
     def _copies_ended(self, request: Request, now: float) -> None:
         """All copies that the request waited for have ended."""
@@ -493,10 +580,10 @@ class Scheduler:
     def _copies_failed(self, request: Request, error: str, now: float) -> None:
         """Out: the request goes on where it was, if it still has all its blocks. In: it is tried again, a few times."""
         state, request.copied = request.state, Copied()
-        if state is State.SWAPPING_OUT and all(block.readable for block in request.blocks):
+        if state is State.SWAPPING_OUT and all(block.readable for block in request.hot):
             request.copy_failures += 1
             request.on(Event.OUT_FAILED)
-            self._tiers.unpark(request.blocks)
+            self._tiers.unpark(request.hot)
             del self._swapped[request.request_id]
             self._run(request, now)
             return
@@ -533,7 +620,7 @@ class Scheduler:
         content = self.config.blocks_for(request.computed_tokens)
         self._tiers.release(reversed(request.blocks[content:]), used=True)
         del request.blocks[content:]
-        self._tiers.park(request.blocks)
+        self._tiers.park(request.hot)
 
     def _settle_leaving(self) -> None:
         """Report who was swapped out by this plan; who had nothing to copy has left already."""
@@ -563,7 +650,7 @@ class Scheduler:
         last, partial = divmod(request.computed_tokens, self.config.block_size)
         if partial:
             self._tiers.write(request.blocks[last])
-        request.block_table = array("i", [block.gpu for block in request.blocks])
+        request.block_table = array("i", [block.gpu for block in request.hot])
         request.last_active_time = now
         request.end_stall(now)
         self._running[request.request_id] = request
@@ -584,9 +671,20 @@ class Scheduler:
             requests.pop(request.request_id, None)
         self._copies.stop_waiting(request)
         # Last block first, so that the caches' LRU gives up the end of a prefix before its beginning.
-        self._tiers.release(reversed(request.blocks), used=request.state in USES_BLOCKS)
+        self._tiers.release(reversed(request.hot), used=request.state in USES_BLOCKS)
+        self._end_cold(request)
         request.blocks, request.block_table = [], array("i")
         request.indexed_blocks = request.written_blocks = 0
+
+    def _end_cold(self, request: Request) -> None:
+        """Give up cold blocks; copies to their slots would not wait for a step in flight that reads them, so we do."""
+        cold = request.blocks[: request.cold]
+        self._tiers.release(reversed(cold), used=False)
+        if self._in_step(request):
+            self._in_flight[-1].read_cold.extend(cold)
+        else:
+            self._tiers.stop_reading(reversed(cold))
+        request.cold, request.cold_table = 0, array("i")
 
     def _finish(
         self,
@@ -657,3 +755,12 @@ def _seniority(request: Request) -> tuple[float, int]:
 def _queue_key(request: Request) -> tuple[bool, float, int]:
     """Recomputed requests first, then by priority and age."""
     return (not request.preempted, *_seniority(request))
+
+
+def _without_copy(blocks: Sequence[Block]) -> list[Block]:
+    return [block for block in blocks if block.residency is Residency.GPU]
+
+
+def _in_cpu(request: Request) -> bool:
+    """Whether it keeps slots in the CPU tier from others."""
+    return any(block.cpu != NO_SLOT for block in request.blocks)

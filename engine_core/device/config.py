@@ -17,7 +17,8 @@ class ExecutorConfig:
     `num_gpu_blocks` None sizes the pool from free memory. `cpu_offload_bytes` 0 switches the CPU tier off.
     `load_format` "dummy" makes seeded random weights of the shape that config.json gives. `compute_dtype` "auto" is
     the checkpoint's own; on the CPU bf16 for four-bit checkpoints, on a GPU bf16 for fp32 ones. `deterministic`: a
-    request's tokens do not depend on what else runs. `num_threads` None leaves the thread count as it is.
+    request's tokens do not depend on what else runs. `allow_oversize`: chunks may have cold blocks.
+    `num_threads` None leaves the thread count as it is.
     """
 
     model_path: Path
@@ -32,5 +33,6 @@ class ExecutorConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     deterministic: bool = False
+    allow_oversize: bool = False
     seed: int = 0
     num_threads: int | None = None
