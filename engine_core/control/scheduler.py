@@ -379,6 +379,8 @@ class Scheduler:
         self._journal.swap(request, "swapping_in")
         if not request.awaits:
             self._resumed(request, now)
+            if self._cool(request, now):  # its window may be full
+                self._find_blocks(request, 0, now)
         return True
 
     def _prefetch(self, request: Request, missing: list[Block], margin: int) -> None:

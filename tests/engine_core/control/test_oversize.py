@@ -98,6 +98,20 @@ def test_a_swap_concerns_the_hot_part_alone() -> None:
     assert harness.scheduler.counters.reload_blocks <= 5
 
 
+def test_who_comes_back_with_a_full_window_goes_on_in_the_same_step() -> None:
+    """Nothing is to be loaded, and the harness asserts that there is a plan while there is work."""
+    harness = oversize(prefill_chunk_tokens=80, max_num_batched_tokens=80)
+    harness.add("large", range(300), 4)
+    harness.run_until(lambda: bool(chunks_of(harness, "large")))
+    while harness.in_flight:
+        harness.complete()
+    harness.scheduler._begin_swap_out(harness.request("large"), "admission", harness.clock())
+    harness.scheduler._settle_leaving()
+    plan = harness.step()
+    assert plan is not None and harness.phases("resumed") == ["large"] and plan.moves
+    harness.run()
+
+
 def test_a_request_that_outgrew_the_pool_and_was_swapped_out_is_recomputed_with_a_window() -> None:
     """It has more blocks than it may load."""
     harness = oversize()
