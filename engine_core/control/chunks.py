@@ -2,9 +2,6 @@
 
 Owns: `Step`, and how far a request is once it is planned. Does not know: who runs and why, or how blocks are found; a
 request whose blocks do not suffice yet is passed over.
-
-A request is oversize while its tokens so far and one more need more blocks than the GPU pool has. Its chunks are cut
-so that they fit the window behind its cold blocks, and full blocks of the window can become cold for the next one.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .config import SchedulerConfig
+from .oversize import chunk_tokens
 from .plan import NO_BLOCKS, NO_TOKENS, Chunk, SampleSpec
 from .request import Event, Request, State
 from .swap import Block
@@ -27,30 +25,6 @@ class Step(NamedTuple):
     chunks: list[tuple[Request, Chunk]]
     prefill_tokens: int
     read_cold: list[Block]
-
-
-def chunk_tokens(request: Request, config: SchedulerConfig) -> int:
-    """Tokens that the request runs in one step if the budget allows."""
-    count = min(request.remaining, config.prefill_chunk_tokens)
-    if is_oversize(request, config):
-        count = min(count, config.window * config.block_size - request.computed_tokens % config.block_size)
-    return count
-
-
-def is_oversize(request: Request, config: SchedulerConfig) -> bool:
-    """Whether its tokens so far and one more need more blocks than the GPU pool has."""
-    return min(request.num_tokens + 1, request.limit) > config.num_gpu_blocks * config.block_size
-
-
-def most_hot(request: Request, config: SchedulerConfig) -> int:
-    """The most GPU blocks that the request may have."""
-    return config.window if is_oversize(request, config) else config.num_gpu_blocks
-
-
-def blocks_for_next(request: Request, config: SchedulerConfig) -> int:
-    """Blocks that the request's next chunk needs, with all that come before."""
-    ahead = chunk_tokens(request, config) if is_oversize(request, config) else request.remaining
-    return config.blocks_for(request.computed_tokens + ahead)
 
 
 def choose_chunks(running: Iterable[Request], step: int, config: SchedulerConfig, now: float) -> Step:

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
-from .chunks import is_oversize, most_hot
 from .config import SchedulerConfig
+from .oversize import is_oversize, most_hot
 from .prefixes import Prefixes
 from .request import Request, State
 from .swap import Block, Residency

@@ -57,14 +57,15 @@ from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 
 from .block_pool import PoolUse
-from .chunks import Step, blocks_for_next, choose_chunks, chunk_tokens, is_oversize
+from .chunks import Step, choose_chunks
 from .config import SchedulerConfig
 from .copies import Copies
 from .costs import Speeds
 from .journal import Journal, view
+from .oversize import ColdBlocks, blocks_for_next, chunk_tokens, is_oversize
 from .plan import Chunk, Direction, MoveDone, SampledToken, StepPlan, StepResult
 from .policies import RESUME_ORDERS, SWAP_OR_RECOMPUTE, VICTIM_POLICIES, Work
 from .prefixes import Prefixes
@@ -109,6 +110,7 @@ class Scheduler:
         self._tiers = Tiers(config.num_gpu_blocks, config.cpu_blocks, config.block_size)
         self._journal = Journal(config, self._tiers)
         self._copies = Copies(self._tiers, self._journal, self._speeds)
+        self._cold = ColdBlocks(config, self._tiers, self._copies)
         self._prefixes = Prefixes(config, self._tiers, self._recompute_is_better)
         self._room = Room(config, self._tiers, self._prefixes, self._running, self._swapped)
         self._write_behind = WriteBehind(config, self._tiers, self._copies, self._room, self._victims, self._running)
@@ -284,10 +286,8 @@ class Scheduler:
                 return False
         return True
 
-    def _copy_out(self, owner: Request, blocks: list[Block], reason: SwapReason, ahead: bool = False) -> None:
-        if not blocks:
-            return
-        move = self._copies.begin_out(blocks, reason, owner, ahead)
+    def _copy_out(self, owner: Request, blocks: list[Block], reason: SwapReason) -> None:
+        move = self._copies.begin_out(blocks, reason, owner)
         if owner.state is State.SWAPPING_OUT:
             owner.copied.blocks += len(blocks)
             self._copies.wait_for(owner, move)
@@ -301,23 +301,14 @@ class Scheduler:
         """
         if not is_oversize(request, self.config):
             return True
-        tiers, config = self._tiers, self.config
-        wanted = max(0, blocks_for_next(request, config) - config.window)
-        chilled = list(takewhile(lambda block: block.copied, request.blocks[request.cold : wanted]))
-        if chilled:
-            tiers.read_cold(chilled, used=True)
-            request.cold += len(chilled)
-            request.cold_table.extend([block.cpu for block in chilled])
-            del request.block_table[: len(chilled)]
-        lacking = _without_copy(request.blocks[request.cold : wanted])
-        if lacking:
+        self._cold.advance(request)
+        if lacking := self._cold.lacking(request):
             self._claim_cpu(len(lacking), request, now)
-            self._copy_out(request, lacking[: tiers.cpu_available], "oversize")
-        elif request.cold >= wanted:
-            end = wanted + config.blocks_for(chunk_tokens(request, config))
-            ahead = _without_copy(request.blocks[request.cold : min(end, request.computed_tokens // config.block_size)])
-            self._copy_out(request, ahead[: tiers.cpu_spare], "oversize", ahead=True)
-        return request.cold >= wanted
+            self._cold.copy(request, lacking)
+        if not self._cold.ready(request):
+            return False
+        self._cold.copy_ahead(request)
+        return True
 
     def _claim_cpu(self, needed: int, request: Request, now: float) -> None:
         """Let others whose KV is in the CPU tier be recomputed until `needed` slots are there, or will be.
@@ -420,7 +411,7 @@ class Scheduler:
         if entry.away:
             self._copies.begin_in(entry.away, "prefix_hit", request)
         self._copies.wait_for_loads(request)
-        self._begin_cold(request, entry.cold)
+        self._cold.found(request, entry.cold)
         request.blocks = entry.cold + hits + tiers.allocate(entry.new)
         found = len(entry.cold) + len(hits)
         request.indexed_blocks = request.written_blocks = found
@@ -435,13 +426,6 @@ class Scheduler:
             request.on(Event.ADMIT)
             self._start(request, now)
         return True
-
-    def _begin_cold(self, request: Request, blocks: list[Block]) -> None:
-        """An oversize request finds the beginning of its prompt in the CPU tier."""
-        for block in blocks:
-            self._tiers.own(block)
-        self._tiers.read_cold(blocks, used=False)
-        request.cold, request.cold_table = len(blocks), array("i", [block.cpu for block in blocks])
 
     def _start(self, request: Request, now: float) -> None:
         """An admitted request has its blocks and begins to run."""
@@ -674,19 +658,10 @@ class Scheduler:
         self._copies.stop_waiting(request)
         # Last block first, so that the caches' LRU gives up the end of a prefix before its beginning.
         self._tiers.release(reversed(request.hot), used=request.state in USES_BLOCKS)
-        self._end_cold(request)
+        # A copy to their CPU slots would not wait for a step in flight that reads them, so they are held for it.
+        self._cold.give_up(request, self._in_flight[-1].read_cold if self._in_step(request) else None)
         request.blocks, request.block_table = [], array("i")
         request.indexed_blocks = request.written_blocks = 0
-
-    def _end_cold(self, request: Request) -> None:
-        """Give up cold blocks; copies to their slots would not wait for a step in flight that reads them, so we do."""
-        cold = request.blocks[: request.cold]
-        self._tiers.release(reversed(cold), used=False)
-        if self._in_step(request):
-            self._in_flight[-1].read_cold.extend(cold)
-        else:
-            self._tiers.stop_reading(reversed(cold))
-        request.cold, request.cold_table = 0, array("i")
 
     def _finish(
         self,
@@ -757,10 +732,6 @@ def _seniority(request: Request) -> tuple[float, int]:
 def _queue_key(request: Request) -> tuple[bool, float, int]:
     """Recomputed requests first, then by priority and age."""
     return (not request.preempted, *_seniority(request))
-
-
-def _without_copy(blocks: Sequence[Block]) -> list[Block]:
-    return [block for block in blocks if block.residency is Residency.GPU]
 
 
 def _in_cpu(request: Request) -> bool:
