@@ -17,9 +17,9 @@ a CPU copy then gives up its slot at once, what has none is copied out first. Wh
 Why everybody finishes, for any finite number of requests and whatever the policies pick. A request gives way to a
 newcomer once in its life, so rule 3 acts finitely often. Apart from it, the most senior running request (by priority
 and age, an order that never changes) is never a victim; the blocks of all others are there for it, by copying or, when
-the CPU tier is full, by recomputing their owners, and no request is larger than the pool: it runs until it ends or
-somebody more senior comes back. While somebody is swapped out, nobody new is admitted, so the running ones end one by
-one; when none runs, whoever is to come back has all blocks there for it in the same way.
+the CPU tier is full, by recomputing their owners, and no request wants more blocks than the pool has: it runs until it
+ends or somebody more senior comes back. While somebody is swapped out, nobody new is admitted, so the running ones end
+one by one; when none runs, whoever is to come back has all blocks there for it in the same way.
 
 Why nobody ping-pongs: who comes back must find room for itself and for a further block of every other, counts as just
 active, and after MAX_TIMES_LEFT is passed over. Failing copies end in a recomputation. Why nobody starves: a step of
@@ -82,7 +82,6 @@ __all__ = ["Refusal", "Scheduler", "SchedulerConfig"]
 
 MAX_TIMES_LEFT = 8  # after so many, a request leaves for the growth of others only when no other is left
 MAX_COPY_FAILURES = 3  # after so many in a row, a request's KV is recomputed instead of copied
-_COPIES_FAILED = "{} copies to the CPU tier in a row failed, and it is larger than the GPU pool: {}"
 AGING_S = 10.0  # so long must a request wait to pass one that has a priority of 1 more
 
 
@@ -547,7 +546,7 @@ class Scheduler:
         elif owner is not None and not ended.awaited:
             self._fail_copy(owner, now)
             if reason == "oversize" and owner.copy_failures >= MAX_COPY_FAILURES and owner.state in RUNS:
-                self._finish(owner, "error", now, error=_COPIES_FAILED.format(MAX_COPY_FAILURES, done.error))
+                self._finish(owner, "error", now, error=f"larger than the GPU pool, and copies out fail: {done.error}")
 
     def _copies_ended(self, request: Request, now: float) -> None:
         """All copies that the request waited for have ended."""

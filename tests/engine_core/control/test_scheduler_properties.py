@@ -1,7 +1,8 @@
 """A state machine that submits, aborts, fails and steps at random, with copies that last, end in any order, or fail.
 
-The fake executor checks every page that it is given, slot by slot. After every step both tiers are counted anew, and
-at the end everybody has finished with the text that its prompt and sampling alone determine, and both tiers are empty.
+Requests may be larger than the pool. The fake executor checks every page that it is given, slot by slot. After every
+step both tiers are counted anew, and at the end everybody has finished with the text that its prompt and sampling alone
+determine, and both tiers are empty.
 """
 
 from __future__ import annotations
