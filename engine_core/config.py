@@ -48,6 +48,10 @@ class EngineSettings(Settings):
         ge=0,
         description="most payload, in MiB, that the CPU tier holds; 2048, or a quarter of the free RAM, if absent",
     )
+    allow_oversize: bool = Field(
+        False,
+        description="take requests larger than the KV pool: their oldest blocks are read from the CPU tier; slow",
+    )
     victim_policy: Literal["least_recently_active", "lowest_priority", "most_blocks", "least_progress"] = Field(
         "least_recently_active", description="who is swapped out when blocks run out"
     )

@@ -22,6 +22,7 @@ from ..protocol.errors import ColdblockError, EngineUnreachable
 from ..settings import EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE, UsageError, load, models_dir, setup_logging
 from .commands import Shutdown
 from .config import EngineSettings, StatusSettings
+from .control.config import max_request_blocks
 from .control.scheduler import Scheduler, SchedulerConfig
 from .engine import Engine
 from .errors import EngineError, SettingError
@@ -199,6 +200,7 @@ def executor_config(settings: EngineSettings, checkpoint: Path) -> ExecutorConfi
         load_format=settings.load_format,
         compute_dtype=settings.dtype,
         deterministic=settings.deterministic,
+        allow_oversize=settings.allow_oversize,
         seed=settings.seed,
         num_threads=settings.threads,
     )
@@ -237,12 +239,15 @@ def describe_model(
     """What peers are told of the model and the pool."""
     max_model_len = settings.max_model_len or model.max_position_embeddings
     capacity = executor.capacity
+    blocks = max_request_blocks(
+        capacity.num_gpu_blocks, capacity.num_cpu_blocks if settings.cpu_offload else 0, settings.allow_oversize
+    )
     return messages.ModelInfo(
         name=settings.model,
         path=str(checkpoint),
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
-        max_request_tokens=min(max_model_len, capacity.num_gpu_blocks * settings.block_size),
+        max_request_tokens=min(max_model_len, blocks * settings.block_size),
         eos_token_ids=model.eos_token_ids,
         device="cuda" if "gpu" in executor.describe() else "cpu",
         kv_cache_dtype=executor.kv_format,
@@ -272,4 +277,5 @@ def scheduler_config(settings: EngineSettings, model: messages.ModelInfo) -> Sch
         victim_policy=settings.victim_policy,
         resume_order=settings.resume_order,
         swap_or_recompute=settings.swap_or_recompute,
+        allow_oversize=settings.allow_oversize,
     )

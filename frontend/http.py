@@ -235,9 +235,14 @@ async def _prompt_ids(
     limit = target.model.max_request_tokens
     ids = await target.text.encode(prompt, room=limit) if isinstance(prompt, str) else prompt
     if len(ids) + answer > limit:
+        room = (
+            "; the engine's KV room is what limits: see its --allow-oversize"
+            if limit < target.model.max_model_len
+            else ""
+        )
         raise invalid(
             f"the prompt has {len(ids)} tokens; prompt and answer together can have {limit} "
-            f"(the model's context is {target.model.max_model_len})",
+            f"(the model's context is {target.model.max_model_len}{room})",
             param,
             "context_length_exceeded",
         )

@@ -22,7 +22,7 @@ Name = Annotated[str, Meta(max_length=256)]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "copied_out", "copied_in", "rejected"]
-SwapReason = Literal["admission", "growth", "resume", "write_behind", "prefetch", "prefix_hit"]
+SwapReason = Literal["admission", "growth", "resume", "write_behind", "prefetch", "prefix_hit", "oversize"]
 
 
 class SamplingParams(Struct, frozen=True, array_like=True):
@@ -96,7 +96,8 @@ class ModelInfo(Struct, frozen=True):
     """What a peer must know of the model: enough to tokenize, validate and describe.
 
     `path` is the checkpoint folder on the engine's machine (tokenizer.json lies there). `max_request_tokens` is the
-    most tokens, prompt and answer together, that one request can hold: min(max_model_len, room of the KV pool).
+    most tokens, prompt and answer together, that one request can hold: min(max_model_len, room of the KV pool), or with
+    --allow-oversize the room of half the pool and the CPU tier, if that is more.
     """
 
     name: str

@@ -75,7 +75,8 @@ class Chunk(NamedTuple):
 
     `cold_blocks`: CPU block ids of what comes before, for a request that is larger than the GPU pool: then
     `block_table` begins at position len(cold_blocks) * block_size, which is at most `start`. What these hold is
-    attended as well, in pieces that pass through the GPU; no copy touches them while a step that reads them runs.
+    attended as well, in pieces that pass through the GPU. It has arrived there; nothing overwrites it, and no copy
+    touches it but ones that read it too, before the result of the last step that reads it has been applied.
 
     `from_previous`: the chunk's only token is the one that the step just before this one samples for this request, and
     that step's result has not been applied yet. Then `token_ids` is empty, and the executor feeds the token itself; any

@@ -43,7 +43,7 @@ class MostBlocks:
     """The one whose leaving helps most: fewest requests leave."""
 
     def choose(self, candidates: Sequence[Request]) -> Request:
-        return max(candidates, key=lambda request: (len(request.blocks), request.arrival))
+        return max(candidates, key=lambda request: (len(request.hot), request.arrival))
 
 
 class LeastProgress:
@@ -78,7 +78,7 @@ class FewestBlocks:
     """The one that needs least room."""
 
     def choose(self, candidates: Sequence[Request]) -> Request:
-        return min(candidates, key=lambda request: (len(request.blocks), request.arrival))
+        return min(candidates, key=lambda request: (len(request.hot), request.arrival))
 
 
 # ---------------------------------------------------------------- keep or compute again

@@ -33,6 +33,11 @@ class State(Enum):
     FINISHED = "finished"
 
 
+RUNS = frozenset({State.PREFILL, State.DECODE})
+USES_BLOCKS = RUNS | {State.LOADING, State.SWAPPING_IN}
+"""In these a request's blocks are on the GPU, or on their way there, and must stay."""
+
+
 class Event(Enum):
     """What can happen to a request. PREEMPT drops its KV for recomputation; FINISH is any end, an abort included."""
 
@@ -101,10 +106,11 @@ class Request:
     """One live request. `tokens` is prompt and answer so far, as far as they are known; at `limit` of them it ends.
 
     `num_tokens` counts, beyond `tokens`, the one that a step in flight samples. `computed_tokens` of them have their KV
-    in blocks once the steps in flight are done. The KV of token i lies in `blocks[i // block_size]`, whatever its tier;
-    `block_table` has their GPU slots while the request runs. Times are seconds of the scheduler's clock. `due` orders
-    by priority and age. Everything but `block_table` survives a swap; a recompute resets `computed_tokens` and keeps
-    `tokens`, so that no token is emitted twice.
+    in blocks once the steps in flight are done. The KV of token i lies in `blocks[i // block_size]`, whatever its tier.
+    The first `cold` of these, of a request that is larger than the GPU pool, are read from the CPU tier, where their
+    slots are `cold_table`; `block_table` has the GPU slots of the others while the request runs. Times are seconds of
+    the scheduler's clock. `due` orders by priority and age. Everything but `block_table` survives a swap; a recompute
+    resets `computed_tokens` and keeps `tokens`, so that no token is emitted twice.
     """
 
     request_id: str
@@ -127,6 +133,8 @@ class Request:
     penalized: bool = field(init=False)  # its sampling must know all tokens before
     blocks: list[Block] = field(default_factory=list)
     block_table: array[int] = field(default_factory=lambda: array("i"))
+    cold: int = 0
+    cold_table: array[int] = field(default_factory=lambda: array("i"))
     written_blocks: int = 0  # so many of `blocks` have been offered for a copy ahead of need
     awaits: list[Move] = field(default_factory=list)  # the copies that it cannot go on without
     copied: Copied = field(default_factory=Copied)
@@ -154,6 +162,11 @@ class Request:
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
         self.penalized = self.sampling.penalizes
+
+    @property
+    def hot(self) -> list[Block]:
+        """Its blocks that are read from the GPU."""
+        return self.blocks[self.cold :] if self.cold else self.blocks
 
     @property
     def num_outputs(self) -> int:

@@ -17,13 +17,23 @@ a CPU copy then gives up its slot at once, what has none is copied out first. Wh
 Why everybody finishes, for any finite number of requests and whatever the policies pick. A request gives way to a
 newcomer once in its life, so rule 3 acts finitely often. Apart from it, the most senior running request (by priority
 and age, an order that never changes) is never a victim; the blocks of all others are there for it, by copying or, when
-the CPU tier is full, by recomputing their owners, and no request is larger than the pool: it runs until it ends or
-somebody more senior comes back. While somebody is swapped out, nobody new is admitted, so the running ones end one by
-one; when none runs, whoever is to come back has all blocks there for it in the same way.
+the CPU tier is full, by recomputing their owners, and no request wants more blocks than the pool has: it runs until it
+ends or somebody more senior comes back. While somebody is swapped out, nobody new is admitted, so the running ones end
+one by one; when none runs, whoever is to come back has all blocks there for it in the same way.
 
 Why nobody ping-pongs: who comes back must find room for itself and for a further block of every other, counts as just
 active, and after MAX_TIMES_LEFT is passed over. Failing copies end in a recomputation. Why nobody starves: a step of
 priority is worth AGING_S seconds of waiting and no more.
+
+A request is oversize once its tokens so far and one more need more blocks than the GPU pool has (`allow_oversize`).
+Then it has a window of the pool and no more; what comes before is cold: read from the CPU tier by every chunk, never
+loaded. It runs a chunk when the blocks that this one needs cold have been copied; until then it is in PREFILL or DECODE
+and gets no chunk. Swaps concern its window. One that was swapped out when it became oversize is recomputed, as it may
+not load what it has. Why it finishes: the whole window is kept free for it when others come in, and if it is the most
+senior, both the blocks and the CPU slots of all others are there for it, by recomputing them in the end. Any full block
+of its window can become cold, and both tiers hold it: `add` takes no other. Two are admitted beside one another only if
+the CPU tier holds both in full; else the later one waits. Without copies it cannot go on: when MAX_COPY_FAILURES in
+a row fail, it ends with an error.
 
 A step may be planned while the one before it is in flight (begun, and its result not applied). Then:
   * `computed_tokens` and `num_tokens` move when a step is planned; tokens are known, and blocks offered to the prefix
@@ -33,6 +43,8 @@ A step may be planned while the one before it is in flight (begun, and its resul
   * An end that was not foreseen (stop token, failure, abort) frees the blocks at once, and the result of what is still
     in flight is dropped. This is safe, as are preemptions and swaps of requests in flight, because the executor works
     in order: whoever gets the blocks next, a chunk or a copy, begins after the work of the step in flight.
+  * CPU slots have no such order: a copy to them does not wait for a step that reads them. Whoever leaves holds its cold
+    blocks until the steps that were in flight have been applied.
   * A recomputed or swapped request does not run again before its step in flight has been applied. So a request that
     runs when a result is applied still has the blocks that the step was planned with.
 """
@@ -43,83 +55,34 @@ import random
 import time
 from array import array
 from bisect import insort
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from .block_pool import PoolUse
+from .chunks import Step, choose_chunks
+from .config import SchedulerConfig
+from .copies import Copies
 from .costs import Speeds
-from .plan import NO_TOKENS, BlockMove, Chunk, Direction, MoveDone, SampledToken, SampleSpec, StepPlan, StepResult
+from .journal import Journal, view
+from .oversize import ColdBlocks, blocks_for_next, chunk_tokens, is_oversize
+from .plan import Chunk, Direction, MoveDone, SampledToken, StepPlan, StepResult
 from .policies import RESUME_ORDERS, SWAP_OR_RECOMPUTE, VICTIM_POLICIES, Work
-from .request import Copied, Event, Request, State
+from .prefixes import Prefixes
+from .request import RUNS, USES_BLOCKS, Copied, Event, Request, State
+from .room import Entry, Room
 from .sampling import Sampling
-from .swap import Block, Move, Residency
+from .swap import NO_SLOT, Block, Residency
 from .tiers import Tiers
-from .updates import (
-    Counters,
-    FinishedUpdate,
-    FinishReason,
-    RequestView,
-    SwapPhase,
-    SwapReason,
-    SwapUpdate,
-    TokenUpdate,
-    Update,
-)
+from .updates import Counters, FinishReason, RequestView, SwapReason, Update
 from .validation import Refusal, check_prompt, check_sampling
+from .write_behind import WriteBehind
 
 __all__ = ["Refusal", "Scheduler", "SchedulerConfig"]
 
 MAX_TIMES_LEFT = 8  # after so many, a request leaves for the growth of others only when no other is left
 MAX_COPY_FAILURES = 3  # after so many in a row, a request's KV is recomputed instead of copied
 AGING_S = 10.0  # so long must a request wait to pass one that has a priority of 1 more
-WRITE_BEHIND_BYTES = 32 << 20  # about so much is copied ahead of need at a time: a copy that is needed waits for it
-WRITE_BEHIND_MOVES = 4  # at a time
-WRITE_BEHIND_LEAST = 16  # blocks of running requests, as a copy costs the step that begins it as much whatever its size
-YOUNGEST = 16  # of so many running requests blocks are copied ahead of need
-WRITE_BEHIND_PAUSE_S = 1.0  # after a copy ahead of need has failed
-
-USES_BLOCKS = frozenset({State.PREFILL, State.DECODE, State.LOADING, State.SWAPPING_IN})
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """The sizes and switches of scheduling. Blocks hold `block_size` tokens and `block_bytes` bytes.
-
-    Full blocks are copied out ahead of need while more than the share `write_behind_above` of the GPU pool is taken.
-    """
-
-    block_size: int
-    num_gpu_blocks: int
-    num_cpu_blocks: int
-    block_bytes: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk_tokens: int
-    prefix_cache: bool
-    cpu_offload: bool
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    seed: int
-    victim_policy: str = "least_recently_active"
-    resume_order: str = "most_urgent"
-    swap_or_recompute: str = "cheaper"
-    write_behind_above: float = 0.5
-
-    @property
-    def max_request_tokens(self) -> int:
-        """The most tokens, prompt and answer together, that one request can hold."""
-        return min(self.max_model_len, self.num_gpu_blocks * self.block_size)
-
-
-class _Step(NamedTuple):
-    """A step that is not applied yet: what it runs, and how many tokens of that are prefill."""
-
-    chunks: list[tuple[Request, Chunk]]
-    prefill_tokens: int
 
 
 class Scheduler:
@@ -129,15 +92,11 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
-        self.counters = Counters()
         self._clock = clock
-        num_cpu_blocks = config.num_cpu_blocks if config.cpu_offload else 0
-        self._tiers = Tiers(config.num_gpu_blocks, num_cpu_blocks, config.block_size)
-        self._speeds = Speeds(config.block_bytes)
+        self._seeds = random.Random(config.seed)
         self._victims = VICTIM_POLICIES[config.victim_policy]()
         self._resume_order = RESUME_ORDERS[config.resume_order]()
         self._swap_or_recompute = SWAP_OR_RECOMPUTE[config.swap_or_recompute]()
-        self._seeds = random.Random(config.seed)
 
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
@@ -146,15 +105,19 @@ class Scheduler:
         self._swapped: dict[str, Request] = {}  # in one of the three swap states
         self._favoured: Request | None = None  # the newcomer that running requests gave way to
 
+        self._speeds = Speeds(config.block_bytes)
+        self._tiers = Tiers(config.num_gpu_blocks, config.cpu_blocks, config.block_size)
+        self._journal = Journal(config, self._tiers)
+        self._copies = Copies(self._tiers, self._journal, self._speeds)
+        self._cold = ColdBlocks(config, self._tiers, self._copies)
+        self._prefixes = Prefixes(config, self._tiers, self._recompute_is_better)
+        self._room = Room(config, self._tiers, self._prefixes, self._running, self._swapped)
+        self._write_behind = WriteBehind(config, self._tiers, self._copies, self._room, self._victims, self._running)
+
         self._arrivals = 0
         self._steps = 0
-        self._moves: list[BlockMove] = []  # of the plan being made
+        self._in_flight: deque[Step] = deque()
         self._leaving: list[Request] = []  # swapped out by the plan being made
-        self._in_flight: deque[_Step] = deque()
-        self._updates: list[Update] = []
-        self._write_behind_from = 0.0  # not before this time
-        self._write_behind_blocks = max(1, WRITE_BEHIND_BYTES // config.block_bytes)
-        self._write_behind_least = min(WRITE_BEHIND_LEAST, config.num_gpu_blocks // WRITE_BEHIND_LEAST)
 
     # ------------------------------------------------------------ requests come and go
 
@@ -163,7 +126,7 @@ class Scheduler:
         config, limit, now = self.config, self.config.max_request_tokens, self._clock()
         if request_id in self._requests:
             raise Refusal("request_id", request_id, "an id that no live request has")
-        check_prompt(prompt, config.vocab_size, config.max_model_len, config.num_gpu_blocks, config.block_size)
+        check_prompt(prompt, config)
         check_sampling(sampling, config.vocab_size)
         self._arrivals += 1
         request = Request(
@@ -194,8 +157,7 @@ class Scheduler:
 
     def drain(self) -> list[Update]:
         """What happened since the last call, in order."""
-        updates, self._updates = self._updates, []
-        return updates
+        return self._journal.drain()
 
     # ------------------------------------------------------------ plan
 
@@ -205,7 +167,6 @@ class Scheduler:
         Without chunks it only begins or awaits copies.
         """
         now = self._clock()
-        self._moves = []
         if self._grow(now):
             if self._favoured is not None:
                 self._admit_favoured(self._favoured, now)
@@ -213,28 +174,33 @@ class Scheduler:
                 self._resume(now)
                 self._admit_waiting(now)
         self._settle_leaving()
-        self._write_behind(now)
-        step = self._choose_chunks(now)
-        if not step.chunks and not self._moves and (self._in_flight or not self._tiers.moves):
+        self._write_behind.begin(now)
+        step = choose_chunks(self._running.values(), self._steps + 1, self.config, now)
+        moves = self._copies.take_planned()
+        if not step.chunks and not moves and (self._in_flight or not self._tiers.moves):
             return None
         self._steps += 1
         self._in_flight.append(step)
-        return StepPlan(self._steps, tuple([chunk for _, chunk in step.chunks]), tuple(self._moves))
+        return StepPlan(self._steps, tuple([chunk for _, chunk in step.chunks]), moves)
 
     # ------------------------------------------------------------ growth: who leaves
 
     def _grow(self, now: float) -> bool:
-        """Give every running request the blocks of its next tokens, the most senior first. False: some must wait."""
+        """Give every running request the blocks of its next tokens, the most senior first. False: some must wait.
+
+        One that only waits for its own blocks to become cold lets others have theirs.
+        """
         size = self.config.block_size
         short = [
             request
             for request in self._running.values()
-            if request.num_tokens > size * len(request.block_table) and request.num_tokens < request.limit
+            if (request.num_tokens > size * len(request.blocks) or request.cold) and request.num_tokens < request.limit
         ]
         short.sort(key=_seniority)
         awaited = 0
         for request in short:
-            if request.request_id in self._running:  # else it had to leave for another
+            # Who does not run any more had to leave for another.
+            if request.request_id in self._running and self._cool(request, now):
                 awaited += self._find_blocks(request, awaited, now)
         return not awaited
 
@@ -243,10 +209,12 @@ class Scheduler:
 
         Returns how many blocks it now awaits: those on their way out are for it.
         """
-        missing = self._blocks_for(request.num_tokens) - len(request.blocks)
+        missing = blocks_for_next(request, self.config) - len(request.blocks)
+        if missing <= 0:
+            return 0
         needed = awaited + missing
         while self._tiers.available < needed:
-            ending = self._freed_by(self._ending())
+            ending = self._room.freed_by(self._room.ending())
             if self._reclaim(needed - ending, "growth", now):
                 if self._tiers.available < needed:
                     return missing
@@ -264,36 +232,35 @@ class Scheduler:
 
     def _growth_victim(self) -> Request | None:
         """Anybody but the most senior running request, so that one always gets on."""
-        senior = min(self._running.values(), key=_seniority)
+        senior = self._most_senior()
         candidates = [request for request in self._running.values() if request is not senior]
         unspent = [request for request in candidates if request.times_left < MAX_TIMES_LEFT]
         return self._victims.choose(unspent or candidates) if candidates else None
 
+    def _most_senior(self) -> Request:
+        return min(self._running.values(), key=_seniority)
+
     def _make_leave(self, victim: Request, now: float) -> None:
         """Swap the victim out, or recompute it later: when it has nothing to copy, or copying fails or costs more."""
         victim.times_left += 1
-        shortage = self._shortage(1)
+        shortage = self._room.cpu_shortage(1)
         if victim.computed_tokens == 0 or victim.copy_failures >= MAX_COPY_FAILURES or self._recomputes(victim):
             self._preempt(victim, now)
-        elif shortage is not None and all(block.residency is not Residency.BOTH for block in victim.blocks):
-            self._reject_swap(victim, "growth", shortage)
+        elif shortage is not None and all(block.residency is not Residency.BOTH for block in victim.hot):
+            self._journal.swap_rejected(victim, "growth", shortage)
             self._preempt(victim, now)
         else:
             self._begin_swap_out(victim, "growth", now)
 
     def _recomputes(self, victim: Request) -> bool:
         """Whether to compute the victim's KV again rather than to copy it."""
-        content = self._blocks_for(victim.computed_tokens)
-        out = sum(block.residency is Residency.GPU for block in victim.blocks[:content])
+        content = self.config.blocks_for(victim.computed_tokens) - victim.cold
+        out = sum(block.residency is Residency.GPU for block in victim.hot[:content])
         work = Work(out, content, victim.computed_tokens, len(self._running) - 1)
-        return self._swap_or_recompute.recompute(work, self._speeds)
+        return self._recompute_is_better(work)
 
-    def _shortage(self, blocks: int, kept: int = 0) -> str | None:
-        """Why `blocks` blocks cannot be copied out beside `kept` copies, with the numbers; None when they can."""
-        if not self.config.cpu_offload:
-            return "CPU offload is off"
-        room, total = self._tiers.cpu_available - kept, self.config.num_cpu_blocks
-        return None if blocks <= room else f"{blocks} blocks to offload, {room} of {total} CPU blocks can be had"
+    def _recompute_is_better(self, work: Work) -> bool:
+        return self._swap_or_recompute.recompute(work, self._speeds)
 
     def _reclaim(
         self, needed: int, reason: SwapReason, now: float, spared: Request | None = None, force: bool = True
@@ -305,36 +272,60 @@ class Scheduler:
         """
         tiers = self._tiers
         while (lacking := needed - tiers.available - tiers.leaving()) > 0:
-            owner, blocks = self._parked_blocks(lacking, spared)
+            owner, blocks = self._room.parked(lacking, spared)
             if owner is None:
                 return False
-            shortage = self._shortage(1)
+            shortage = self._room.cpu_shortage(1)
             if shortage is None:
-                self._copy_out(blocks[: tiers.cpu_available], reason, owner)
+                self._copy_out(owner, blocks[: tiers.cpu_available], reason)
             elif force:
-                self._reject_swap(owner, reason, shortage)
+                self._journal.swap_rejected(owner, reason, shortage)
                 self._preempt(owner, now)
             else:
                 return False
         return True
 
-    def _parked_blocks(
-        self, most: int, spared: Request | None = None, full_only: bool = False
-    ) -> tuple[Request | None, list[Block]]:
-        """Blocks that a swapped request has on the GPU alone, and whose it is: the last one that left and has any.
+    def _copy_out(self, owner: Request, blocks: list[Block], reason: SwapReason) -> None:
+        move = self._copies.begin_out(blocks, reason, owner)
+        if owner.state is State.SWAPPING_OUT:
+            owner.copied.blocks += len(blocks)
+            self._copies.wait_for(owner, move)
 
-        Full blocks first, from the end, as their copies stay valid; at last the one that is not full.
+    # ------------------------------------------------------------ blocks become cold
+
+    def _cool(self, request: Request, now: float) -> bool:
+        """Let an oversize request read so many blocks from the CPU tier that its next chunk fits into its window.
+
+        What it will need there in the chunk after is copied while this one runs. False: copies are awaited.
         """
-        if self._tiers.parked:
-            for request in reversed(self._swapped.values()):
-                if request is spared or request.state is State.SWAPPING_IN:
-                    continue
-                full = request.computed_tokens // self.config.block_size
-                ordered = list(reversed(request.blocks[:full])) + ([] if full_only else request.blocks[full:])
-                parked = [block for block in ordered if block.residency is Residency.GPU and not block.users]
-                if parked:
-                    return request, parked[:most]
-        return None, []
+        if not is_oversize(request, self.config):
+            return True
+        self._cold.advance(request)
+        if lacking := self._cold.lacking(request):
+            self._claim_cpu(len(lacking), request, now)
+            self._cold.copy(request, lacking)
+        if not self._cold.ready(request):
+            return False
+        self._cold.copy_ahead(request)
+        return True
+
+    def _claim_cpu(self, needed: int, request: Request, now: float) -> None:
+        """Let others whose KV is in the CPU tier be recomputed until `needed` slots are there, or will be.
+
+        First swapped ones, those that come back last before others. If `request` is the most senior running one, then
+        oversize ones that run: it alone must always get on.
+        """
+        tiers = self._tiers
+        while tiers.cpu_available + tiers.cpu_leaving() < needed:
+            if any(step.read_cold for step in self._in_flight):
+                return  # slots that will be there
+            owners = [o for o in self._swapped.values() if o.state is not State.SWAPPING_IN and _in_cpu(o)]
+            if not owners and request is self._most_senior():
+                owners = [o for o in self._running.values() if o.cold and o is not request]
+            if not owners:
+                return
+            self._journal.swap_rejected(owners[-1], "oversize", f"its CPU blocks are needed by {request.request_id!r}")
+            self._preempt(owners[-1], now)
 
     # ------------------------------------------------------------ who comes back
 
@@ -354,57 +345,39 @@ class Scheduler:
         tiers, last = self._tiers, request.blocks[-1]
         if last.residency is Residency.COPYING_OUT and request.computed_tokens % self.config.block_size:
             return False  # it is to be written, once it has been read
-        self._rematch(request)
-        missing = [block for block in request.blocks if block.residency is Residency.CPU]
-        new = self._blocks_for(request.num_tokens + 1) - len(request.blocks)
-        kept = sum([block.gpu_shelf is not None and tiers.gives_way(block) for block in request.blocks])
-        margin = self._growth(further=self.config.block_size)
+        self._prefixes.rematch(request)
+        hot, new = request.hot, self._room.lacking(request)
+        if new < 0:  # it has become oversize since it ran, and has more than a window to load
+            self._preempt(request, now)
+            return True
+        missing = [block for block in hot if block.residency is Residency.CPU]
+        kept = sum([block.gpu_shelf is not None and tiers.gives_way(block) for block in hot])
+        margin = self._room.growth(further=self.config.block_size)
         needed = len(missing) + new + kept + margin
         if needed > tiers.available:
             alone = not self._running and not self._loading
             if not self._reclaim(needed, "resume", now, request, force=alone) or needed > tiers.available:
                 self._prefetch(request, missing, margin)
                 return False
-        tiers.unpark(request.blocks)
+        tiers.unpark(hot)
         if missing:
-            self._plan_move(tiers.begin_in(missing, "resume", request))
-        self._await_loads(request)
+            self._copies.begin_in(missing, "resume", request)
+        self._copies.wait_for_loads(request)
         request.blocks += tiers.allocate(new)
         request.on(Event.SWAP_IN)
         request.swap_reason = "resume"
-        self._report_swap(request, "swapping_in", request.copied.blocks)
+        self._journal.swap(request, "swapping_in")
         if not request.awaits:
             self._resumed(request, now)
+            if self._cool(request, now):  # its window may be full
+                self._find_blocks(request, 0, now)
         return True
-
-    def _rematch(self, request: Request) -> None:
-        """Blocks that are away and that others have computed as well need not be copied: share theirs."""
-        if not self.config.prefix_cache:
-            return
-        index, full = self._tiers.index, min(len(request.digests), request.computed_tokens // self.config.block_size)
-        private = [i for i, b in enumerate(request.blocks[:full]) if b.digest is None and b.residency is Residency.CPU]
-        for position in private:
-            block, digest = request.blocks[position], request.digests[position]
-            index.insert(digest, block)
-            holder = index.holder(digest)
-            if holder is not None and holder is not block:
-                self._tiers.own(holder)
-                request.blocks[position] = holder
-                self._tiers.release([block], used=False)
 
     def _prefetch(self, request: Request, missing: list[Block], margin: int) -> None:
         """Load what fits into free slots already; they can be given up again for the growth of others."""
         spare = self._tiers.free - margin
         if spare > 0 and missing and self._tiers.idle(Direction.IN):
-            self._plan_move(self._tiers.begin_in(missing[:spare], "prefetch", request))
-
-    def _await_loads(self, request: Request) -> None:
-        """Let the request wait for all copies that bring its blocks in, whoever began them."""
-        arriving = [block.move for block in request.blocks if block.residency is Residency.COPYING_IN]
-        request.copied = Copied(len(arriving))
-        for move in dict.fromkeys(arriving):
-            if move is not None:
-                self._await(request, move)
+            self._copies.begin_in(missing[:spare], "prefetch", request)
 
     # ------------------------------------------------------------ who is admitted
 
@@ -413,34 +386,35 @@ class Scheduler:
         seats, budget = self.config.max_num_seqs, self.config.max_num_batched_tokens
         if not self._waiting or self._swapped or len(self._running) + len(self._loading) >= seats:
             return
-        wanted = sum(self._chunk_tokens(request) for request in self._running.values())
+        wanted = sum(chunk_tokens(request, self.config) for request in self._running.values())
         while self._waiting and len(self._running) + len(self._loading) < seats and wanted < budget:
             request = self._waiting[0]
             if not self._admit(request, now):
                 self._give_way(request, now)
                 return
-            wanted += self._chunk_tokens(request)
+            wanted += chunk_tokens(request, self.config)
 
     def _admit(self, request: Request, now: float) -> bool:
         """Run a waiting request if its tokens so far and one more fit beside the running ones; it gets those blocks.
 
-        What of its prefix is in the CPU tier is loaded first.
+        What of its prefix is in the CPU tier is loaded first, or read there if the request is oversize.
         """
-        if self._in_step(request):
+        if self._in_step(request) or not self._room.cpu_holds(request):
             return False
-        tiers, hits = self._tiers, self._cached_prefix(request)
-        away = [block for block in hits if block.residency is Residency.CPU]
-        needed = self._blocks_for(request.num_tokens + 1) - len(hits)
-        if needed + len(away) > self._room(hits):
+        entry = self._room.entry(request)
+        if not self._room.fits(entry):
             return False
+        tiers, hits = self._tiers, entry.hits
         tiers.share(hits)
         request.blocks = hits
-        if away:
-            self._plan_move(tiers.begin_in(away, "prefix_hit", request))
-        self._await_loads(request)
-        request.blocks = hits + tiers.allocate(needed)
-        request.indexed_blocks = request.written_blocks = len(hits)
-        request.computed_tokens = request.tokens_at_admission = len(hits) * self.config.block_size
+        if entry.away:
+            self._copies.begin_in(entry.away, "prefix_hit", request)
+        self._copies.wait_for_loads(request)
+        self._cold.found(request, entry.cold)
+        request.blocks = entry.cold + hits + tiers.allocate(entry.new)
+        found = len(entry.cold) + len(hits)
+        request.indexed_blocks = request.written_blocks = found
+        request.computed_tokens = request.tokens_at_admission = found * self.config.block_size
         self._waiting.remove(request)
         if request is self._favoured:
             self._favoured = None
@@ -458,16 +432,15 @@ class Scheduler:
         if request.admitted_at is None:
             request.admitted_at = now
             request.cached_tokens = request.computed_tokens
-            self.counters.prompt_tokens += request.prompt_length
-            if self.config.prefix_cache:
-                self.counters.prefix_queries_tokens += request.prompt_length
-                self.counters.prefix_hits_tokens += request.cached_tokens
+            self._journal.admitted(request)
 
     def _admit_favoured(self, newcomer: Request, now: float) -> None:
         """Admit the newcomer that others gave way to, or go on making room for it."""
-        if not self._admit(newcomer, now):
+        if not self._room.cpu_holds(newcomer):
+            self._favoured = None  # another has become oversize meanwhile
+        elif not self._admit(newcomer, now):
             alone = not self._running and not self._loading
-            if self._reclaim(self._wanted(newcomer), "admission", now, force=alone):
+            if self._reclaim(self._room.wanted(self._room.entry(newcomer)), "admission", now, force=alone):
                 self._admit(newcomer, now)
 
     def _give_way(self, newcomer: Request, now: float) -> None:
@@ -475,15 +448,16 @@ class Scheduler:
 
         Called only while no one is swapped out. Whoever leaves has got on since its admission, and does so only once.
         """
-        if newcomer.admitted_at is not None or newcomer.denied_room:
+        if newcomer.admitted_at is not None or newcomer.denied_room or not self._room.cpu_holds(newcomer):
             return
-        victims = self._victims_for(newcomer)
+        entry = self._room.entry(newcomer)
+        victims = self._victims_for(newcomer, entry)
         if not victims or any(self._recomputes(victim) for victim in victims):
             return
-        shortage = self._shortage_of(victims, self._wanted(newcomer) - self._tiers.available)
+        shortage = self._room.leaving_shortage(victims, self._room.wanted(entry) - self._tiers.available)
         if shortage is not None:
             newcomer.denied_room = True
-            self._reject_swap(victims[0], "admission", shortage)
+            self._journal.swap_rejected(victims[0], "admission", shortage)
             return
         for victim in victims:
             victim.gave_way = True
@@ -491,16 +465,7 @@ class Scheduler:
         self._favoured = newcomer
         self._admit_favoured(newcomer, now)
 
-    def _shortage_of(self, victims: Collection[Request], lacking: int) -> str | None:
-        """Why the victims' leaving cannot make `lacking` slots available; None when it can."""
-        users = Counter(block for victim in victims for block in victim.blocks)
-        leaving = [block for block, count in users.items() if block.users == count]
-        written = sum(block.residency is Residency.BOTH for block in leaving)
-        copies = min(lacking - written, sum(block.residency is Residency.GPU for block in leaving))
-        # What they have in both tiers already is among what the CPU tier could give up, but will be needed.
-        return self._shortage(copies, kept=written) if copies > 0 else None
-
-    def _victims_for(self, newcomer: Request) -> list[Request]:
+    def _victims_for(self, newcomer: Request, entry: Entry) -> list[Request]:
         """The requests whose leaving makes room for the newcomer; empty when no choice does."""
         candidates = [
             request
@@ -510,109 +475,19 @@ class Scheduler:
             and not request.ends_in_flight
             and request.priority <= newcomer.priority
         ]
-        hits, ending = self._cached_prefix(newcomer), self._ending()
-        away = sum(block.residency is Residency.CPU for block in hits)
-        needed = self._blocks_for(newcomer.num_tokens + 1) - len(hits) + away
-        if needed <= self._room(hits, ending):
-            return []
-        most = sum(len(request.blocks) + 1 for request in candidates)  # its blocks, and what it would grow by
-        if needed > self._room(hits, ending) + most:
+        ending = self._room.ending()
+        if self._room.fits(entry, ending) or not self._room.fits(entry, ending + candidates):
             return []
         victims: list[Request] = []
-        while candidates:
+        while not self._room.fits(entry, ending + victims):
             victim = self._victims.choose(candidates)
             candidates.remove(victim)
             victims.append(victim)
-            if needed <= self._room(hits, ending + victims):
-                return victims
-        return []
+        return victims
 
-    # ------------------------------------------------------------ copies ahead of need
-
-    def _write_behind(self, now: float) -> None:
-        """Copy the coldest full blocks that have no copy, while the pool fills up and the link has nothing to do."""
-        tiers, config = self._tiers, self.config
-        taken = config.num_gpu_blocks - tiers.free
-        if taken <= config.write_behind_above * config.num_gpu_blocks or now < self._write_behind_from:
-            return
-        if not tiers.idle(Direction.OUT):
-            return
-        begun = 0
-        for request, blocks in islice(self._coldest(), WRITE_BEHIND_MOVES):
-            self._copy_out(blocks, "write_behind", request, ahead=True)
-            begun += len(blocks)
-            if begun >= self._write_behind_blocks:
-                return
-
-    def _coldest(self) -> Iterator[tuple[Request | None, list[Block]]]:
-        """Blocks to copy ahead of need, and whose: of swapped requests, then cached, then of who would leave next.
-
-        Who takes one part copies it before taking the next: a copy takes a block off its shelf.
-        """
-        size, running = self.config.block_size, reversed(self._running.values())
-        while (most := self._write_behind_room()) and (parked := self._parked_blocks(most, full_only=True))[1]:
-            yield parked
-        while (most := self._write_behind_room()) and (cached := list(islice(self._tiers.unwritten(), most))):
-            yield None, cached
-        # The young leave first, by most policies: no need to look at all.
-        behind = list(islice((r for r in running if r.computed_tokens // size > r.written_blocks), YOUNGEST))
-        if sum(r.computed_tokens // size - r.written_blocks for r in behind) < self._write_behind_least:
-            return
-        while behind and (most := self._write_behind_room()):
-            request = self._victims.choose(behind)
-            behind.remove(request)
-            first, full = request.written_blocks, request.computed_tokens // size
-            request.written_blocks = min(full, first + most)
-            blocks = [b for b in request.blocks[first : request.written_blocks] if b.residency is Residency.GPU]
-            if blocks:
-                yield request, blocks
-
-    def _write_behind_room(self) -> int:
-        return min(self._tiers.cpu_spare, self._write_behind_blocks)
-
-    # ------------------------------------------------------------ what the step runs
-
-    def _choose_chunks(self, now: float) -> _Step:
-        """The step's chunks within its token budget: decodes, then prefills in the order they were admitted."""
-        budget, size = self.config.max_num_batched_tokens, self.config.block_size
-        prefill = State.PREFILL
-        stepping, prefilling = [], []
-        for request in self._running.values():
-            if request.state is prefill:
-                prefilling.append(request)
-            elif (
-                budget > 0
-                and request.num_tokens <= size * len(request.block_table)
-                and request.num_tokens < request.limit
-                and not (request.penalized and request.awaits_token)
-            ):
-                stepping.append((request, self._plan_chunk(request, 1, now)))
-                budget -= 1
-        left_for_prefill = budget
-        for request in prefilling:
-            count = min(self._chunk_tokens(request), budget)
-            if count > 0 and request.computed_tokens + count <= size * len(request.block_table):
-                stepping.append((request, self._plan_chunk(request, count, now)))
-                budget -= count
-        return _Step(stepping, left_for_prefill - budget)
-
-    def _plan_chunk(self, request: Request, count: int, now: float) -> Chunk:
-        """The next `count` tokens of a request: from now on they count as computed, and one that they sample exists."""
-        start = request.computed_tokens
-        end = start + count
-        from_previous = start == len(request.tokens)
-        sample = None
-        if end == request.num_tokens:
-            sample = _sample_spec(request)
-            request.num_tokens += 1
-            if request.state is State.PREFILL:
-                request.on(Event.PREFILL_DONE)
-        request.computed_tokens = end
-        request.last_step = self._steps + 1
-        request.last_active_time = now
-        tokens = NO_TOKENS if from_previous else request.tokens[start:end]
-        table = request.block_table[: self._blocks_for(end)]
-        return Chunk(request.request_id, tokens, start, table, sample, from_previous)
+    def _in_step(self, request: Request) -> bool:
+        """Whether a step in flight runs tokens of it."""
+        return request.last_step > self._steps - len(self._in_flight)
 
     # ------------------------------------------------------------ apply
 
@@ -625,6 +500,7 @@ class Scheduler:
                 self._apply_chunk(request, chunk, result, now)
         if step.chunks:
             self._speeds.stepped(step.prefill_tokens, len(step.chunks), result.seconds)
+        self._tiers.stop_reading(step.read_cold)
         for done in result.moves_done:
             self._apply_move(done, now)
 
@@ -635,12 +511,10 @@ class Scheduler:
             if error is None and chunk.sample is not None:
                 error = "the executor returned no token"
             if error is not None:
-                self._forget_prefix(request)
+                self._prefixes.forget(request)
                 self._finish(request, "error", now, error=error)
                 return
-        full_blocks = (chunk.start + chunk.num_tokens) // self.config.block_size
-        if self.config.prefix_cache and request.indexed_blocks < full_blocks <= len(request.blocks):
-            self._index_computed(request, full_blocks)
+        self._prefixes.offer(request, (chunk.start + chunk.num_tokens) // self.config.block_size)
         if token is not None:
             self._take_token(request, token, now)
 
@@ -652,64 +526,27 @@ class Scheduler:
             self._finish(request, "stop", now, stop_token=token_id)
             return
         request.tokens.append(token_id)
-        self.counters.generation_tokens += 1
-        self._updates.append(TokenUpdate(request.request_id, token))
+        self._journal.token(request, token)
         if len(request.tokens) >= request.limit:
             self._finish(request, "length", now)
 
-    def _index_computed(self, request: Request, full: int) -> None:
-        """Offer the first `full` blocks, whose KV has been computed, to other requests."""
-        index = self._tiers.index
-        index.extend_chain(request.digests, request.tokens, full)
-        for position in range(request.indexed_blocks, full):
-            index.insert(request.digests[position], request.blocks[position])
-        request.indexed_blocks = full
-
-    def _forget_prefix(self, request: Request) -> None:
-        """Nobody may find what a failed request computed, nor what it was computed from, wherever that is by now."""
-        for digest in request.digests:
-            block = self._tiers.index.holder(digest)
-            if block is not None:
-                self._tiers.forget(block)
-
-    # ------------------------------------------------------------ copies begin and end
-
-    def _plan_move(self, move: Move) -> None:
-        self._moves.append(move.as_plan())
-
-    def _copy_out(self, blocks: list[Block], reason: SwapReason, request: Request | None, ahead: bool = False) -> None:
-        move = self._tiers.begin_out(blocks, reason, request, ahead)
-        self._plan_move(move)
-        if request is not None and request.state is State.SWAPPING_OUT and not ahead:
-            request.copied.blocks += len(blocks)
-            self._await(request, move)
-
-    def _await(self, request: Request, move: Move) -> None:
-        request.awaits.append(move)
-        move.waiting.append(request)
+    # ------------------------------------------------------------ copies end
 
     def _apply_move(self, done: MoveDone, now: float) -> None:
-        """The blocks settle where they are now; who waited for the last of its copies goes on from there."""
-        tiers, request = self._tiers, self._tiers.moves[done.move_id].request
+        """Who waited for the last of its copies goes on from there."""
+        ended = self._copies.end(done)
+        for request in ended.ready:
+            self._copies_ended(request, now)
+        owner, reason = ended.move.request, ended.move.reason
         if done.error is None:
-            move = tiers.complete(done.move_id)
-            self._count_move(move, done)
-        else:
-            move = tiers.fail(done.move_id)
-            self._count_failure(move, done.error, now)
-        own = request is not None and request in move.waiting
-        if done.error is None and not (own and request is not None and request.request_id in self._swapped):
-            self._report_move(move, done)  # else it is part of a way out or back, which is reported as a whole
-        while move.waiting:
-            waiting = move.waiting.pop()
-            waiting.awaits.remove(move)
-            waiting.copied.seconds += done.seconds
-            waiting.copied.queued_s = max(waiting.copied.queued_s, done.queued_s)
-            waiting.copied.error = waiting.copied.error or done.error
-            if not waiting.awaits:
-                self._copies_ended(waiting, now)
-        if done.error is not None and not own and request is not None and move.reason != "write_behind":
-            self._fail_copy(request, now)
+            if owner is not None and reason == "oversize":
+                owner.copy_failures = 0
+        elif reason == "write_behind":
+            self._write_behind.pause(now)
+        elif owner is not None and not ended.awaited:
+            self._fail_copy(owner, now)
+            if reason == "oversize" and owner.copy_failures >= MAX_COPY_FAILURES and owner.state in RUNS:
+                self._finish(owner, "error", now, error=f"larger than the GPU pool, and copies out fail: {done.error}")
 
     def _copies_ended(self, request: Request, now: float) -> None:
         """All copies that the request waited for have ended."""
@@ -728,10 +565,10 @@ class Scheduler:
     def _copies_failed(self, request: Request, error: str, now: float) -> None:
         """Out: the request goes on where it was, if it still has all its blocks. In: it is tried again, a few times."""
         state, request.copied = request.state, Copied()
-        if state is State.SWAPPING_OUT and all(block.readable for block in request.blocks):
+        if state is State.SWAPPING_OUT and all(block.readable for block in request.hot):
             request.copy_failures += 1
             request.on(Event.OUT_FAILED)
-            self._tiers.unpark(request.blocks)
+            self._tiers.unpark(request.hot)
             del self._swapped[request.request_id]
             self._run(request, now)
             return
@@ -753,29 +590,6 @@ class Scheduler:
         if request.state is State.SWAPPED and request.copy_failures >= MAX_COPY_FAILURES:
             self._preempt(request, now)
 
-    def _count_move(self, move: Move, done: MoveDone) -> None:
-        counters, blocks = self.counters, len(move.blocks)
-        self._speeds.copied(move.direction, blocks, done.seconds, done.queued_s)
-        if move.request is not None:
-            move.request.moved_blocks += blocks
-        if move.direction is Direction.OUT:
-            counters.offload_blocks += blocks
-            counters.offload_bytes += blocks * self.config.block_bytes
-            counters.write_behind_blocks += blocks * (move.reason == "write_behind")
-        else:
-            counters.reload_blocks += blocks
-            counters.prefetch_blocks += blocks * (move.reason == "prefetch")
-            counters.prefix_reload_blocks += blocks * (move.reason == "prefix_hit")
-
-    def _count_failure(self, move: Move, error: str, now: float) -> None:
-        if move.direction is Direction.OUT:
-            self.counters.offload_failed += 1
-        else:
-            self.counters.reload_failed += 1
-        if move.reason == "write_behind":
-            self._write_behind_from = now + WRITE_BEHIND_PAUSE_S
-        self._report(move.request, "rejected", move.reason, detail=f"copy failed: {error}")
-
     # ------------------------------------------------------------ what happens to a request
 
     def _begin_swap_out(self, request: Request, reason: SwapReason, now: float) -> None:
@@ -788,17 +602,17 @@ class Scheduler:
         self._leaving.append(request)
 
     def _park(self, request: Request) -> None:
-        content = self._blocks_for(request.computed_tokens)
+        content = self.config.blocks_for(request.computed_tokens)
         self._tiers.release(reversed(request.blocks[content:]), used=True)
         del request.blocks[content:]
-        self._tiers.park(request.blocks)
+        self._tiers.park(request.hot)
 
     def _settle_leaving(self) -> None:
         """Report who was swapped out by this plan; who had nothing to copy has left already."""
         leaving, self._leaving = self._leaving, []
         for request in leaving:
             if request.state is State.SWAPPING_OUT:
-                self._report_swap(request, "swapping_out", request.copied.blocks)
+                self._journal.swap(request, "swapping_out")
                 if not request.awaits:
                     self._swapped_out(request)
 
@@ -806,26 +620,22 @@ class Scheduler:
         request.on(Event.OUT_DONE)
         request.copy_failures = 0
         request.swaps += 1
-        counters = self.counters
-        counters.requests_swapped += 1
-        swapped_now = sum(request.state is not State.SWAPPING_OUT for request in self._swapped.values())
-        counters.max_swapped_requests = max(counters.max_swapped_requests, swapped_now)
-        self._report_swap(request, "swapped", request.copied.blocks)
+        out = sum(request.state is not State.SWAPPING_OUT for request in self._swapped.values())
+        self._journal.swapped_out(request, out)
 
     def _resumed(self, request: Request, now: float) -> None:
         request.on(Event.IN_DONE)
         request.copy_failures = 0
-        self.counters.requests_resumed += 1
         del self._swapped[request.request_id]
         self._run(request, now)
-        self._report_swap(request, "resumed", request.copied.blocks)
+        self._journal.resumed(request)
 
     def _run(self, request: Request, now: float) -> None:
         """The request has all its blocks on the GPU. One just back counts as active, lest it leave at once."""
         last, partial = divmod(request.computed_tokens, self.config.block_size)
         if partial:
             self._tiers.write(request.blocks[last])
-        request.block_table = array("i", [block.gpu for block in request.blocks])
+        request.block_table = array("i", [block.gpu for block in request.hot])
         request.last_active_time = now
         request.end_stall(now)
         self._running[request.request_id] = request
@@ -844,11 +654,11 @@ class Scheduler:
         """Take all that a request has in either tier, and take it out of its set."""
         for requests in (self._running, self._swapped, self._loading):
             requests.pop(request.request_id, None)
-        for move in request.awaits:
-            move.waiting.remove(request)
-        request.awaits = []
+        self._copies.stop_waiting(request)
         # Last block first, so that the caches' LRU gives up the end of a prefix before its beginning.
-        self._tiers.release(reversed(request.blocks), used=request.state in USES_BLOCKS)
+        self._tiers.release(reversed(request.hot), used=request.state in USES_BLOCKS)
+        # A copy to their CPU slots would not wait for a step in flight that reads them, so they are held for it.
+        self._cold.give_up(request, self._in_flight[-1].read_cold if self._in_step(request) else None)
         request.blocks, request.block_table = [], array("i")
         request.indexed_blocks = request.written_blocks = 0
 
@@ -869,116 +679,14 @@ class Scheduler:
         if request is self._favoured:
             self._favoured = None
         del self._requests[request.request_id]
-        self.counters.finished[reason] += 1
-        moved = request.moved_blocks * self.config.block_bytes
-        self._updates.append(_finished_update(request, reason, now, stop_token, error, moved))
-
-    # ------------------------------------------------------------ reports
-
-    def _reject_swap(self, request: Request, reason: SwapReason, detail: str) -> None:
-        self.counters.offload_rejected += 1
-        self._report(request, "rejected", reason, detail=detail)
-
-    def _report_swap(self, request: Request, phase: SwapPhase, blocks: int) -> None:
-        """A step of the request's way out or back."""
-        ended = phase in ("swapped", "resumed")
-        copied = request.copied if ended else Copied()
-        self._report(request, phase, request.swap_reason, blocks, copied.seconds, copied.queued_s)
-
-    def _report_move(self, move: Move, done: MoveDone) -> None:
-        """A copy that left its request where it is."""
-        phase: SwapPhase = "copied_out" if move.direction is Direction.OUT else "copied_in"
-        self._report(move.request, phase, move.reason, len(move.blocks), done.seconds, done.queued_s)
-
-    def _report(
-        self,
-        request: Request | None,
-        phase: SwapPhase,
-        reason: SwapReason,
-        blocks: int = 0,
-        seconds: float = 0.0,
-        queued_s: float = 0.0,
-        detail: str = "",
-    ) -> None:
-        gpu = self._tiers.gpu_use()
-        self._updates.append(
-            SwapUpdate(
-                request_id="" if request is None else request.request_id,
-                phase=phase,
-                reason=reason,
-                blocks=blocks,
-                bytes=blocks * self.config.block_bytes,
-                seconds=seconds,
-                gpu_used_blocks=gpu.used + gpu.in_flight,
-                cpu_used_bytes=self.cpu_blocks_used * self.config.block_bytes,
-                detail=detail,
-                queued_s=queued_s,
-            )
-        )
-
-    # ------------------------------------------------------------ block arithmetic
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.block_size)
-
-    def _chunk_tokens(self, request: Request) -> int:
-        return min(request.remaining, self.config.prefill_chunk_tokens)
-
-    def _in_step(self, request: Request) -> bool:
-        """Whether a step in flight runs tokens of it."""
-        return request.last_step > self._steps - len(self._in_flight)
-
-    def _cached_prefix(self, request: Request) -> list[Block]:
-        """The indexed blocks of the request's prefix, less the one that holds its last token: that one is computed.
-
-        From the first one on that is away: only if loading them is worth it, and has not failed yet.
-        """
-        if not self.config.prefix_cache:
-            return []
-        full = (len(request.tokens) - 1) // self.config.block_size
-        self._tiers.index.extend_chain(request.digests, request.tokens, full)
-        hits = self._tiers.index.match(request.digests[:full])
-        away = [i for i, block in enumerate(hits) if not block.readable]
-        if away:
-            work = Work(0, len(away), (len(hits) - away[0]) * self.config.block_size, len(self._running))
-            if request.copy_failures or self._swap_or_recompute.recompute(work, self._speeds):
-                del hits[away[0] :]
-        return hits
-
-    def _wanted(self, newcomer: Request) -> int:
-        """Available blocks that would let a waiting request in, less those of requests that end."""
-        hits = self._cached_prefix(newcomer)
-        away = sum(block.residency is Residency.CPU for block in hits)
-        needed = self._blocks_for(newcomer.num_tokens + 1) - len(hits) + away
-        return needed + self._tiers.available - self._room(hits, self._ending())
-
-    def _room(self, hits: Collection[Block] = (), leaving: Collection[Request] = ()) -> int:
-        """Blocks that somebody coming in may take beside its cached prefix `hits`, once `leaving` have left.
-
-        What the next token of every request that stays will need is left to it.
-        """
-        reused = sum(self._tiers.gives_way(block) for block in hits)
-        return self._tiers.available + self._freed_by(leaving, hits) - reused - self._growth(leaving)
-
-    def _growth(self, leaving: Collection[Request] = (), further: int = 0) -> int:
-        """Blocks that the running requests lack for their next token and `further` ones."""
-        size = self.config.block_size
-        return sum(
-            max(0, -(-min(request.num_tokens + 1 + further, request.limit) // size) - len(request.blocks))
-            for request in self._running.values()
-            if request not in leaving and not request.ends_in_flight
-        )
-
-    def _freed_by(self, leaving: Collection[Request], hits: Collection[Block] = ()) -> int:
-        """Blocks that can be had when these running requests have left; `hits` will go on being used."""
-        users = Counter(block for request in leaving for block in request.blocks)
-        return sum(block.users == count and block not in hits for block, count in users.items())
-
-    def _ending(self) -> list[Request]:
-        """Running requests that leave when the step in flight is applied."""
-        return [request for request in self._running.values() if request.ends_in_flight]
+        self._journal.finished(request, reason, now, stop_token, error)
 
     # ------------------------------------------------------------ views
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start."""
+        return self._journal.counters
 
     @property
     def running(self) -> int:
@@ -1012,25 +720,7 @@ class Scheduler:
     def requests(self, most: int | None = None) -> list[RequestView]:
         """Every live request, or the first `most`, in order of arrival."""
         now = self._clock()
-        return [_view(request, now) for request in islice(self._requests.values(), most)]
-
-
-def _view(request: Request, now: float) -> RequestView:
-    running = bool(request.block_table)  # then all its blocks are on the GPU, and nobody counts them
-    gpu_blocks = len(request.blocks) if running else sum(block.readable for block in request.blocks)
-    return RequestView(
-        request_id=request.request_id,
-        state=request.state.value,
-        prompt_tokens=request.prompt_length,
-        generated_tokens=request.num_outputs,
-        gpu_blocks=gpu_blocks,
-        cpu_blocks=len(request.blocks) - gpu_blocks,
-        swaps=request.swaps,
-        stall_s=request.stall_s + (0.0 if request.swapped_since is None else now - request.swapped_since),
-        age_s=now - request.arrived_at,
-        priority=request.priority,
-        moved_blocks=request.moved_blocks,
-    )
+        return [view(request, now) for request in islice(self._requests.values(), most)]
 
 
 def _seniority(request: Request) -> tuple[float, int]:
@@ -1043,36 +733,6 @@ def _queue_key(request: Request) -> tuple[bool, float, int]:
     return (not request.recomputes, *_seniority(request))
 
 
-def _finished_update(
-    request: Request, reason: FinishReason, now: float, stop_token: int | None, error: str | None, moved_bytes: int
-) -> FinishedUpdate:
-    admitted_at = now if request.admitted_at is None else request.admitted_at
-    first_token_at = now if request.first_token_at is None else request.first_token_at
-    return FinishedUpdate(
-        request_id=request.request_id,
-        reason=reason,
-        stop_token=stop_token,
-        error=error,
-        prompt_tokens=request.prompt_length,
-        completion_tokens=request.num_outputs,
-        cached_tokens=request.cached_tokens,
-        swaps=request.swaps,
-        stall_s=request.stall_s,
-        queue_s=admitted_at - request.arrived_at,
-        prefill_s=first_token_at - admitted_at,
-        decode_s=now - first_token_at,
-        moved_bytes=moved_bytes,
-        recomputes=request.recomputes,
-    )
-
-
-def _sample_spec(request: Request) -> SampleSpec:
-    sampling, outputs = request.sampling, request.num_tokens - request.prompt_length
-    return SampleSpec(
-        sampling,
-        request.seed,
-        outputs,
-        request.prompt_length,
-        request.tokens[:] if request.penalized else None,
-        request.end_tokens if outputs < sampling.min_tokens else (),
-    )
+def _in_cpu(request: Request) -> bool:
+    """Whether it keeps slots in the CPU tier from others."""
+    return any(block.cpu != NO_SLOT for block in request.blocks)

@@ -72,7 +72,8 @@ class Block:
     full it never changes; so a copy stays valid as long as it is kept.
 
     `gpu` and `cpu`: its slot in either tier, or NO_SLOT. `owners`: live requests that have it in their table; `users`:
-    those of them that run or are about to, for whom it must stay on the GPU. `digest`: set while the index names it.
+    those of them that run or are about to, for whom it must stay on the GPU; `readers`: those that read its CPU copy,
+    and ones that are gone while a step in flight still does. `digest`: set while the index names it.
     """
 
     residency: Residency = Residency.NOWHERE
@@ -80,6 +81,7 @@ class Block:
     cpu: int = NO_SLOT
     owners: int = 0
     users: int = 0
+    readers: int = 0
     digest: bytes | None = None
     move: Move | None = None
     gpu_shelf: Shelf | None = None  # where its slots stand while they may be given up
@@ -97,8 +99,14 @@ class Block:
         """Whether its content is on the GPU now."""
         return self.residency in _READABLE
 
+    @property
+    def copied(self) -> bool:
+        """Whether its content is in the CPU tier now."""
+        return self.residency in _COPIED
+
 
 _READABLE = frozenset({Residency.GPU, Residency.COPYING_OUT, Residency.BOTH})
+_COPIED = frozenset({Residency.CPU, Residency.COPYING_IN, Residency.BOTH})
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,9 @@ A GPU slot can be had while content is left where it is, or lost, in this order:
 A CPU slot: free; cached; the copy of what the GPU tier caches too; the copy of what running requests use. The last
 two lose nothing. A copy ahead of need takes only what is free or cached, so that copies never displace one another.
 
+What requests larger than the GPU pool read from the CPU tier keeps its slot there, also when nobody owns it any more,
+until they say that they have stopped to read; its GPU slot can be had like a cached one.
+
 While a copy runs both its ends are held; a block that nobody wants any more is freed when its copy ends.
 """
 
@@ -72,6 +75,11 @@ class Tiers:
         """GPU slots that can be had once the running copies have ended."""
         return sum(not block.users for move in self.moves.values() for block in move.blocks)
 
+    def cpu_leaving(self) -> int:
+        """CPU slots that can be had once the running copies have ended."""
+        moving = [block for move in self.moves.values() for block in move.blocks if not block.readers]
+        return sum(block.users > 0 or not block.owners for block in moving)
+
     def gives_way(self, block: Block) -> bool:
         """Whether the block's GPU slot is among those that are `available`."""
         return block.gpu_shelf is not None and block.gpu_shelf is not self._dirty_parked
@@ -130,6 +138,19 @@ class Tiers:
         """A request that owns these is to run."""
         for block in blocks:
             block.users += 1
+            self._settle(block)
+
+    def read_cold(self, blocks: Iterable[Block], used: bool) -> None:
+        """A request that owns these will read them from the CPU tier; `used` says that it used them on the GPU."""
+        for block in blocks:
+            block.readers += 1
+            block.users -= used
+            self._settle(block)
+
+    def stop_reading(self, blocks: Iterable[Block]) -> None:
+        """A request that read these from the CPU tier has gone, and no step in flight reads them for it."""
+        for block in blocks:
+            block.readers -= 1
             self._settle(block)
 
     def release(self, blocks: Iterable[Block], used: bool) -> None:
@@ -249,7 +270,10 @@ class Tiers:
             block.cpu_shelf = None
         if block.move is not None:
             return
-        if not block.owners and (block.digest is None or block.residency is Residency.NOWHERE):
+        wanted = (
+            block.owners or block.readers or (block.digest is not None and block.residency is not Residency.NOWHERE)
+        )
+        if not wanted:
             self._discard(block)
             return
         gpu_shelf, cpu_shelf = self._shelves(block)
@@ -265,14 +289,14 @@ class Tiers:
     def _shelves(self, block: Block) -> tuple[Shelf | None, Shelf | None]:
         residency = block.residency
         if residency is Residency.BOTH:
-            if block.users:
-                return None, self._spare
-            return (self._clean_parked, None) if block.owners else (self._clean_cached, self._both_cached)
+            gpu = None if block.users else self._clean_parked if block.owners > block.readers else self._clean_cached
+            cpu = self._spare if block.users else None if block.owners else self._both_cached
+            return gpu, None if block.readers else cpu
         if residency is Residency.GPU:
             if block.users:
                 return None, None
             return (self._dirty_parked, None) if block.owners else (self._dirty_cached, None)
-        return None, None if block.owners else self._cpu_cached
+        return None, None if block.owners or block.readers else self._cpu_cached
 
     def _discard(self, block: Block) -> None:
         """Nobody wants this content: free what it takes."""

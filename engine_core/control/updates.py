@@ -13,7 +13,7 @@ from .plan import SampledToken
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "copied_out", "copied_in", "rejected"]
-SwapReason = Literal["admission", "growth", "resume", "write_behind", "prefetch", "prefix_hit"]
+SwapReason = Literal["admission", "growth", "resume", "write_behind", "prefetch", "prefix_hit", "oversize"]
 
 
 class TokenUpdate(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from .config import SchedulerConfig
 from .sampling import Sampling
 
 MAX_TEMPERATURE = 100.0
@@ -28,25 +29,31 @@ class Refusal(Exception):
         self.allowed = allowed
 
 
-def check_prompt(
-    prompt: Sequence[int], vocab_size: int, max_model_len: int, num_gpu_blocks: int, block_size: int
-) -> None:
+def check_prompt(prompt: Sequence[int], config: SchedulerConfig) -> None:
     """Raise Refusal for a prompt that is empty, has unknown token ids, or leaves no room for one answer token."""
     if not prompt:
         raise Refusal("prompt", "empty", "at least 1 token")
-    pool_tokens = num_gpu_blocks * block_size
-    if len(prompt) >= min(max_model_len, pool_tokens):
-        needed = -(-(len(prompt) + 1) // block_size)
+    if len(prompt) >= config.max_request_tokens:
+        needed = config.blocks_for(len(prompt) + 1)
         raise Refusal(
             "prompt",
-            f"{len(prompt)} tokens, which need {needed} blocks of {block_size} with one more token",
-            f"at most {min(max_model_len, pool_tokens) - 1} tokens: max_model_len is {max_model_len}, "
-            f"the KV pool has {num_gpu_blocks} blocks",
+            f"{len(prompt)} tokens, which need {needed} blocks of {config.block_size} with one more token",
+            f"at most {config.max_request_tokens - 1} tokens: max_model_len is {config.max_model_len}, {_room(config)}",
         )
     # Only now: looking through the millions of ids that fit into one message would hold up a step.
     for token in (min(prompt), max(prompt)):
-        if not 0 <= token < vocab_size:
-            raise Refusal("prompt", f"token id {token}", f"token ids 0 to {vocab_size - 1}")
+        if not 0 <= token < config.vocab_size:
+            raise Refusal("prompt", f"token id {token}", f"token ids 0 to {config.vocab_size - 1}")
+
+
+def _room(config: SchedulerConfig) -> str:
+    """How many blocks a request can have, and what would give it more."""
+    pool = f"the KV pool has {config.num_gpu_blocks} blocks"
+    if config.allow_oversize:
+        return f"{pool}; a larger request has {config.window} there and up to {config.cpu_blocks} in the CPU tier"
+    if config.max_model_len > config.num_gpu_blocks * config.block_size:
+        return f"{pool}; with --allow-oversize a request can be larger and have blocks in the CPU tier"
+    return pool
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from coldblock.engine_core import main
 from coldblock.engine_core.config import EngineSettings
 from coldblock.engine_core.device import cuda_support
+from coldblock.engine_core.device.executor import Capacity
 from coldblock.engine_core.kv_layout import KVShape
 from coldblock.engine_core.models.registry import read_model_config
 from coldblock.settings import UsageError, load
@@ -67,6 +68,21 @@ def test_the_cpu_tier_is_as_large_as_asked_or_as_a_small_machine_can_spare(
     """Case 12."""
     monkeypatch.setattr("coldblock.engine_core.device.memory.available_memory", lambda: free)
     assert main.executor_config(settings("model", *argv), tmp_path).cpu_offload_bytes == wanted
+
+
+@pytest.mark.parametrize(
+    ("argv", "blocks"),
+    [((), 10), (("--allow-oversize",), 5 + 30), (("--allow-oversize", "--no-cpu-offload"), 10)],
+)
+def test_oversize_is_told_to_executor_scheduler_and_peers(argv: tuple[str, ...], blocks: int, tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    given = settings("tiny", "--max-model-len", "900", *argv)
+    executor = SimpleNamespace(capacity=Capacity(10, 30, 1000), describe=dict, kv_format="fp16")
+    model = main.describe_model(given, tmp_path, read_model_config(tmp_path), executor)  # type: ignore[arg-type]
+    assert main.executor_config(given, tmp_path).allow_oversize is bool(argv)
+    scheduler = main.scheduler_config(given, model)
+    assert scheduler.allow_oversize is bool(argv)
+    assert scheduler.max_request_tokens == model.max_request_tokens == blocks * 16
 
 
 def test_auto_says_why_it_takes_no_gpu(

@@ -6,9 +6,9 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 
 from coldblock.engine_core.control.plan import BlockMove, StepPlan
-from coldblock.engine_core.control.request import Request, State
+from coldblock.engine_core.control.request import USES_BLOCKS, Request, State
 from coldblock.engine_core.control.sampling import Sampling
-from coldblock.engine_core.control.scheduler import USES_BLOCKS, Scheduler, SchedulerConfig
+from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.control.swap import NO_SLOT, Block, Move, Residency
 from coldblock.engine_core.control.tiers import Tiers
 from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
@@ -185,14 +185,22 @@ def check_invariants(scheduler: Scheduler) -> None:
     """Count both tiers anew from the requests' blocks and the copies, and compare with what the tiers say."""
     tiers, live = scheduler._tiers, list(scheduler._requests.values())
     owners = Counter(block for request in live for block in request.blocks)
-    users = Counter(block for request in live if request.state in USES_BLOCKS for block in request.blocks)
+    users = Counter(block for request in live if request.state in USES_BLOCKS for block in request.hot)
+    readers = Counter(block for request in live for block in request.blocks[: request.cold])
+    readers.update(block for step in scheduler._in_flight for block in step.read_cold)
     moving = {block: move for move in tiers.moves.values() for block in move.blocks}
     assert sum(len(move.blocks) for move in tiers.moves.values()) == len(moving), "a block is in two copies"
     shelves = [shelf for shelf in vars(tiers).values() if isinstance(shelf, OrderedDict)]
     failed = {block for request in live if request.copied.error for block in request.blocks}
-    blocks = {*owners, *moving, *tiers.index._block_of.values(), *(block for shelf in shelves for block in shelf)}
+    blocks = {
+        *owners,
+        *readers,
+        *moving,
+        *tiers.index._block_of.values(),
+        *(block for shelf in shelves for block in shelf),
+    }
     for block in blocks:
-        check_block(tiers, block, owners[block], users[block], moving.get(block))
+        check_block(tiers, block, owners[block], users[block], readers[block], moving.get(block))
         away = users[block] and block.residency is Residency.CPU
         assert not away or block in failed, "who runs, or is to run, has a block that is away"
     for pool, slots in ((tiers._gpu, [b.gpu for b in blocks]), (tiers._cpu, [b.cpu for b in blocks])):
@@ -211,18 +219,20 @@ def check_invariants(scheduler: Scheduler) -> None:
     check_steps_in_flight(scheduler)
 
 
-def check_block(tiers: Tiers, block: Block, owners: int, users: int, move: Move | None) -> None:
+def check_block(tiers: Tiers, block: Block, owners: int, users: int, readers: int, move: Move | None) -> None:
     """Its counts, its slots by residency, its shelves, and its place in the index."""
-    assert (block.owners, block.users, block.move) == (owners, users, move)
+    assert (block.owners, block.users, block.readers, block.move) == (owners, users, readers, move)
+    assert not readers or block.copied, "a cold block without content"
     residency = block.residency
     on_gpu = residency in (Residency.GPU, Residency.BOTH, Residency.COPYING_OUT, Residency.COPYING_IN)
     on_cpu = residency in (Residency.CPU, Residency.BOTH, Residency.COPYING_OUT, Residency.COPYING_IN)
     assert (block.gpu != NO_SLOT, block.cpu != NO_SLOT) == (on_gpu, on_cpu), "a slot without content, or the reverse"
     assert (move is not None) == (residency in (Residency.COPYING_OUT, Residency.COPYING_IN))
-    assert owners or block.digest is not None or move is not None, "nobody wants this block"
+    assert owners or readers or block.digest is not None or move is not None, "nobody wants this block"
     assert block.digest is None or tiers.index._block_of[block.digest] is block
     gives_gpu = move is None and on_gpu and not users
-    gives_cpu = move is None and on_cpu and (not owners or (residency is Residency.BOTH and users > 0))
+    unread = move is None and on_cpu and not readers
+    gives_cpu = unread and (not owners or (residency is Residency.BOTH and users > 0))
     assert (block.gpu_shelf is not None, block.cpu_shelf is not None) == (gives_gpu, gives_cpu)
     assert block.gpu_shelf is None or block in block.gpu_shelf
     assert tiers.gives_way(block) == (gives_gpu and (residency is Residency.BOTH or not owners))
@@ -236,12 +246,15 @@ def check_request(scheduler: Scheduler, request: Request) -> None:
     assert (request.request_id in scheduler._loading) == (state is State.LOADING)
     swapping = state in (State.SWAPPING_OUT, State.SWAPPED, State.SWAPPING_IN)
     assert (request.request_id in scheduler._swapped) == swapping
-    assert list(request.block_table) == ([block.gpu for block in request.blocks] if running else [])
+    assert list(request.block_table) == ([block.gpu for block in request.hot] if running else [])
+    assert list(request.cold_table) == [block.cpu for block in request.blocks[: request.cold]]
+    assert request.cold * size <= request.computed_tokens
+    assert len(request.hot) <= scheduler.config.num_gpu_blocks
     assert (request.blocks == []) == (state is State.WAITING)
     assert bool(request.awaits) == (state in (State.LOADING, State.SWAPPING_OUT, State.SWAPPING_IN))
     assert all(request in move.waiting for move in request.awaits)
     if running:
-        assert all(block.readable for block in request.blocks), "who runs has a block that is away"
+        assert all(block.readable for block in request.hot), "who runs has a block that is away"
         written = request.blocks[request.computed_tokens // size :]
         assert all(block.residency is Residency.GPU and block.owners == 1 for block in written), "not to be written"
     content = -(-request.computed_tokens // size)
@@ -254,6 +267,8 @@ def check_steps_in_flight(scheduler: Scheduler) -> None:
     for request in scheduler._requests.values():
         chunks = [chunk for step in scheduler._in_flight for r, chunk in step.chunks if r is request]
         assert request.num_tokens - len(request.tokens) == sum(chunk.sample is not None for chunk in chunks)
+        window = scheduler.config.window
+        assert all(len(chunk.block_table) <= window for chunk in chunks if chunk.cold_blocks), "no room for others"
         assert request.num_tokens <= request.limit, "it goes on behind its end"
         assert not chunks or request.state not in (State.SWAPPING_IN, State.LOADING)
         if request.request_id in scheduler._running:

@@ -1,7 +1,8 @@
 """A state machine that submits, aborts, fails and steps at random, with copies that last, end in any order, or fail.
 
-The fake executor checks every page that it is given, slot by slot. After every step both tiers are counted anew, and
-at the end everybody has finished with the text that its prompt and sampling alone determine, and both tiers are empty.
+Requests may be larger than the pool. The fake executor checks every page that it is given, slot by slot. After every
+step both tiers are counted anew, and at the end everybody has finished with the text that its prompt and sampling alone
+determine, and both tiers are empty.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
         write_behind_above=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
         crowd=st.integers(0, 8),
+        oversize=st.sampled_from([False, True, True]),
     )
     def start(
         self,
@@ -48,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policies: tuple[str, str, str],
         write_behind_above: float,
         crowd: int,
+        oversize: bool,
     ) -> None:
         self.delays: list[int] = []
         self.failures: list[bool] = []
@@ -68,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             resume_order=policies[1],
             swap_or_recompute=policies[2],
             write_behind_above=write_behind_above,
+            allow_oversize=oversize,
         )
         for index in range(crowd):
             self.add(f"r{index}", [*range(4 * (index % 3)), 50 + index], 10 + 3 * index)
@@ -91,6 +95,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
     ) -> None:
         self.add(f"r{self.added}", [*range(shared), *own], max_tokens, stops_at, penalized, priority)
+        self.added += 1
+
+    @rule(
+        length=st.integers(10, 120),
+        own=st.integers(0, 2),
+        max_tokens=st.integers(1, 40),
+        stops_at=st.sampled_from([None, None, 8]),
+        penalized=st.sampled_from([False, False, True]),
+        priority=st.sampled_from([0, 0, 1, -1]),
+    )
+    def arrive_large(
+        self, length: int, own: int, max_tokens: int, stops_at: int | None, penalized: bool, priority: int
+    ) -> None:
+        """Larger than the pool, if the tiers can hold it. Some begin alike."""
+        self.add(f"r{self.added}", [*range(length), own], max_tokens, stops_at, penalized, priority)
         self.added += 1
 
     @precondition(lambda self: self.added)

@@ -175,6 +175,31 @@ def test_a_shared_block_stays_for_its_other_user() -> None:
     assert tiers.available == 2
 
 
+def test_what_is_read_in_the_cpu_tier_keeps_its_slot_there_and_gives_up_the_other() -> None:
+    tiers = Tiers(4, 4, 16)
+    cold, lost = written(tiers, tiers.allocate(2)), indexed(tiers, 1)
+    assert (tiers.available, tiers.cpu_available) == (1, 4)
+    tiers.read_cold(cold, used=True)
+    assert (tiers.available, tiers.cpu_available, tiers.cpu_leaving()) == (3, 2, 0)
+    tiers.release(lost, used=True)
+    tiers.allocate(3)
+    assert [block.residency for block in (*cold, *lost)] == [Residency.CPU, Residency.CPU, Residency.GPU]
+
+
+def test_what_is_read_in_the_cpu_tier_outlives_its_owner_until_nobody_reads_it() -> None:
+    for indexed_too in (False, True):
+        tiers = Tiers(3, 3, 16)
+        cold = written(tiers, indexed(tiers, 2) if indexed_too else tiers.allocate(2))
+        tiers.read_cold(cold, used=True)
+        tiers.share(cold[:1])  # another request uses it on the GPU
+        tiers.release(cold, used=False)
+        tiers.release(cold[:1], used=True)
+        assert (tiers.cpu_use().used, tiers.cpu_available) == (2, 1)
+        tiers.stop_reading(cold)
+        assert (tiers.cpu_use().used, tiers.cpu_available) == (0, 3)
+        assert tiers.cpu_use().cached == (2 if indexed_too else 0)
+
+
 def test_a_cpu_tier_of_no_blocks_has_no_room() -> None:
     tiers = Tiers(1, 0, 16)
     assert (tiers.cpu_available, tiers.cpu_spare, tiers.cpu_use()) == (0, 0, PoolUse(0, 0, 0, 0, 0))

@@ -7,8 +7,9 @@ from array import array
 import pytest
 from coldblock.engine_core.control.plan import Direction
 from coldblock.engine_core.control.request import State
-from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, WRITE_BEHIND_LEAST, WRITE_BEHIND_PAUSE_S
+from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES
 from coldblock.engine_core.control.swap import Block, Residency
+from coldblock.engine_core.control.write_behind import LEAST, PAUSE_S
 from fake_executor import COPY_SECONDS, QUEUED_SECONDS
 from scheduler_harness import Harness
 
@@ -83,8 +84,7 @@ def test_an_abort_while_its_prefix_is_loaded_returns_every_block(fails: bool) ->
 
 
 def test_a_prefix_that_is_cheaper_to_compute_is_not_loaded() -> None:
-    harness = evicted_prefix()
-    harness.scheduler._swap_or_recompute = type("Always", (), {"recompute": lambda self, work, speeds: True})()
+    harness = evicted_prefix(swap_or_recompute="recompute")
     harness.add("again", range(40), 2)
     harness.run()
     assert harness.finished["again"].cached_tokens == 0 and harness.scheduler.counters.reload_blocks == 0
@@ -126,7 +126,7 @@ def test_blocks_of_running_requests_are_copied_many_at_a_time() -> None:
     harness.add("long", range(5), 48 * harness.scheduler.config.block_size)
     harness.run()
     ahead = [swap.blocks for swap in harness.swaps if swap.reason == "write_behind"]
-    assert len(ahead) > 5 and min(ahead) == 64 // WRITE_BEHIND_LEAST
+    assert len(ahead) > 5 and min(ahead) == 64 // LEAST
 
 
 def test_nothing_is_copied_ahead_while_the_pool_is_empty_enough() -> None:
@@ -141,7 +141,7 @@ def test_after_a_failed_copy_ahead_of_need_there_is_a_pause() -> None:
     harness.add("long", range(5), 50)
     harness.run()
     failed = harness.scheduler.counters.offload_failed
-    assert 1 <= failed <= 1 + 0.01 * 50 / WRITE_BEHIND_PAUSE_S
+    assert 1 <= failed <= 1 + 0.01 * 50 / PAUSE_S
 
 
 def test_copies_ahead_of_need_end_though_the_cpu_tier_is_smaller_than_what_is_cached() -> None:

@@ -85,7 +85,25 @@ def test_the_refusal_names_the_pool_and_the_model_length() -> None:
     harness = Harness(num_gpu_blocks=10, max_model_len=512)
     with pytest.raises(Refusal) as refusal:
         harness.scheduler.add("long", [1] * 200, Sampling())
-    assert refusal.value.allowed == "at most 159 tokens: max_model_len is 512, the KV pool has 10 blocks"
+    assert refusal.value.allowed == (
+        "at most 159 tokens: max_model_len is 512, the KV pool has 10 blocks; "
+        "with --allow-oversize a request can be larger and have blocks in the CPU tier"
+    )
+    harness = Harness(num_gpu_blocks=10, max_model_len=100)
+    with pytest.raises(Refusal, match=r"max_model_len is 100, the KV pool has 10 blocks$"):
+        harness.scheduler.add("long", [1] * 100, Sampling())
+
+
+def test_with_oversize_a_prompt_that_both_tiers_cannot_hold_is_refused_with_their_numbers() -> None:
+    for cpu, value in ((20, "480 tokens, which need 31 blocks of 16 with one more token"), (3, "")):
+        harness = Harness(num_gpu_blocks=10, num_cpu_blocks=cpu, max_model_len=512, allow_oversize=True)
+        with pytest.raises(Refusal) as refusal:
+            harness.scheduler.add("long", [1] * 480, Sampling())
+        assert refusal.value.value == value or not value
+        assert refusal.value.allowed == (
+            f"at most {max(10, 5 + cpu) * 16 - 1} tokens: max_model_len is 512, the KV pool has 10 blocks; "
+            f"a larger request has 5 there and up to {cpu} in the CPU tier"
+        )
 
 
 def test_the_longest_prompt_runs_and_gets_its_one_token() -> None:

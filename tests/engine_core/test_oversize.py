@@ -1,0 +1,98 @@
+"""Scheduler and executor together: requests larger than the GPU pool get the tokens that a large pool gives them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coldblock.engine_core.control.sampling import Sampling
+from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
+from coldblock.engine_core.control.updates import Counters, FinishedUpdate, TokenUpdate
+from coldblock.engine_core.device.config import ExecutorConfig
+from coldblock.engine_core.device.cpu_executor import CpuExecutor
+from coldblock.engine_core.device.cuda_executor import CudaExecutor
+from cuda_on_cpu import emulate
+from tiny_models import save_tiny
+
+DELAY = "COLDBLOCK_TEST_COPY_DELAY_STEPS"
+FORMATS = ("fp16", "int8", "fp8", "fp8_e5m2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(path, head_dim=64)
+    return path
+
+
+@pytest.fixture(params=["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "emulated":
+        emulate(monkeypatch)
+    return CpuExecutor if request.param == "cpu" else CudaExecutor
+
+
+def answers_of(
+    kind: Any, model: Path, prompts: Sequence[list[int]], num_gpu_blocks: int, kv_cache_dtype: str
+) -> tuple[list[list[int]], Counters]:
+    """Greedy answers to all prompts at once."""
+    settings = {"num_gpu_blocks": num_gpu_blocks, "max_model_len": 512, "kv_cache_dtype": kv_cache_dtype}
+    executor = kind(
+        ExecutorConfig(
+            model, **settings, cpu_offload_bytes=1 << 24, deterministic=True, allow_oversize=True, num_threads=1
+        )
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            block_size=16,
+            num_gpu_blocks=executor.capacity.num_gpu_blocks,
+            num_cpu_blocks=executor.capacity.num_cpu_blocks,
+            block_bytes=executor.capacity.block_bytes,
+            max_model_len=512,
+            max_num_seqs=64,
+            max_num_batched_tokens=256,
+            prefill_chunk_tokens=64,
+            prefix_cache=True,
+            cpu_offload=True,
+            eos_token_ids=(),
+            vocab_size=300,
+            seed=0,
+            swap_or_recompute="swap",
+            allow_oversize=True,
+        )
+    )
+    for index, prompt in enumerate(prompts):
+        scheduler.add(str(index), prompt, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
+    answers: list[list[int]] = [[] for _ in prompts]
+    in_flight = 0
+    while scheduler.has_work():
+        plan = scheduler.plan()
+        if plan is not None:
+            executor.begin_step(plan)
+            in_flight += 1
+        if in_flight > (0 if plan is None else executor.steps_ahead):
+            scheduler.apply(executor.complete_step())
+            in_flight -= 1
+        for update in scheduler.drain():
+            if isinstance(update, TokenUpdate):
+                answers[int(update.request_id)].append(update.token.token_id)
+            assert not isinstance(update, FinishedUpdate) or update.reason == "length", update
+    executor.close()
+    return answers, scheduler.counters
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_request_of_two_and_a_half_pools_gets_the_tokens_of_a_large_pool(
+    kind: Any, model: Path, kv_cache_dtype: str, delay: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(5, 290) for _ in range(length)] for length in (400, 30, 20, 300, 40)]
+    wanted, _ = answers_of(kind, model, prompts, 200, kv_cache_dtype)
+    monkeypatch.setenv(DELAY, str(delay))
+    answers, counters = answers_of(kind, model, prompts, 10, kv_cache_dtype)
+    assert counters.offload_blocks >= 36, "the blocks of two requests did not become cold"
+    assert answers == wanted
