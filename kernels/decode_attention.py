@@ -33,6 +33,7 @@ from .checks import ACTIVATIONS, check_multiple, check_tensor
 from .errors import KernelArgumentError
 from .loader import Variant, load
 from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat, stored_keys_and_values
+from .rotated_bias import RotatedBias
 
 DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""
@@ -229,13 +230,15 @@ def _cost(long: int, short: int, share: float, waves: float, long_waves: float, 
 
 
 def paged_decode(
-    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor, splits: DecodeSplits, out: Tensor
-) -> None:
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor, splits: DecodeSplits,
+    out: Tensor, k_bias: RotatedBias | None = None,
+) -> None:  # fmt: skip
     """Attention of each sequence's newest token to all its tokens, itself included, whose K and V are in the pool.
 
     q fp16 or bf16 [B, H, D]; block_tables int32 [B, max_blocks]; context_lens int32 [B], 0 for a padding row, whose
     output is zeros; out [B, H * D] in q's dtype. `splits.plan` holds the plan for these lengths. Scores are scaled by
-    1 / sqrt(D). Tensor cores work in fp16, with a bf16 pool in bf16. Raises KernelArgumentError.
+    1 / sqrt(D). Tensor cores work in fp16, with a bf16 pool in bf16. `k_bias`: what the pool's K lacks; its scores are
+    as exact as fp32 makes them. Raises KernelArgumentError.
     """
     check_tensor("q", q, ACTIVATIONS, (("B", None), ("H", None), ("D", pages.head_dim)))
     batch, num_heads = q.shape[0], q.shape[1]
@@ -245,9 +248,12 @@ def paged_decode(
     check_tensor("context_lens", context_lens, torch.int32, (("B", batch),), alignment=4)
     check_tensor("out", out, q.dtype, (("B", batch), ("H * D", num_heads * pages.head_dim)))
     _check_splits(splits, batch, groups, heads, pages.head_dim)
-    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8)
+    if k_bias is not None:
+        k_bias.check(pages)
+    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8, k_bias is not None)
+    shared_bytes = 0 if k_bias is None else _turns_bytes(pages.head_dim, macros["TILES"])
     kernel = load("paged_decode", **macros)
-    kernel.prefer_l1(macros["BLOCKS_PER_SM"])
+    kernel.prefer_l1(macros["BLOCKS_PER_SM"], shared_bytes)
     kernel.launch(
         (splits.blocks,),
         32 * macros["WARPS"],
@@ -257,8 +263,15 @@ def paged_decode(
             *(batch, splits.plan.numel() // _PART_FIELDS - 1, block_tables.shape[1], num_heads, pages.num_kv_heads),
             *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), splits.ahead),
             math.log2(math.e) / math.sqrt(pages.head_dim),
+            *(() if k_bias is None else (k_bias.values, k_bias.rotary, len(k_bias.rotary))),
         ),
+        shared_bytes,
     )
+
+
+def _turns_bytes(head_dim: int, tiles: int) -> int:
+    """Of the .cuh's struct Turns."""
+    return head_dim // 16 * (tiles * 2 * 32 * 16 + 4 * 16)
 
 
 def _check_splits(splits: DecodeSplits, batch: int, groups: int, heads: int, head_dim: int) -> None:
@@ -277,8 +290,9 @@ def _group(pages: KVPages, num_heads: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -> dict[str, int]:
-    """`head_tiles`: eights of query heads. As many warps and tokens under way as there are registers for."""
+def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int, biased: bool = False) -> dict[str, int]:
+    """`head_tiles`: eights of query heads; `biased`: K lacks a bias. As many warps and tokens under way as there are
+    registers for."""
     if 8 * head_tiles * head_dim > 1024:
         warps, blocks, tiles = 4, 2, 1
     elif kv_format in ("fp16", "bf16") or head_tiles > 1:
@@ -293,12 +307,15 @@ def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -
         "WARPS": warps,
         "BLOCKS_PER_SM": blocks,
         "TILES": tiles,
+        **({"K_BIAS": 1} if biased else {}),
     }
 
 
 VARIANTS = tuple(
-    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles))
-    for bf16, kv_format, head_dim, head_tiles in itertools.product((False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2))
+    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles, biased))
+    for bf16, kv_format, head_dim, head_tiles, biased in itertools.product(
+        (False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2), (False, True)
+    )
     if head_tiles == 1 or head_dim <= 128
 )
 
@@ -306,13 +323,17 @@ VARIANTS = tuple(
 # ---- Reference ------------------------------------------------------------------------------------------------------
 
 
-def paged_decode_reference(q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor) -> Tensor:
+def paged_decode_reference(
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor, k_bias: RotatedBias | None = None
+) -> Tensor:
     """The same in fp64 on what the pool's bytes say, on any device: fp64 [B, H * D]."""
     out = torch.zeros(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.float64, device=q.device)
     for row, length in enumerate(context_lens.tolist()):
         if length == 0:
             continue
         k, v = (x.double().transpose(0, 1) for x in stored_keys_and_values(pages, layer, block_tables[row], length))
+        if k_bias is not None:
+            k = k + k_bias.at(0, length, torch.float64).transpose(0, 1)
         heads = q[row].double().view(pages.num_kv_heads, -1, pages.head_dim)
         weights = torch.softmax(heads @ k.transpose(1, 2) / math.sqrt(pages.head_dim), dim=-1)
         out[row] = (weights @ v).flatten()

@@ -14,9 +14,13 @@
 // in it. So a result depends on the sequence and on how it is cut, and on nothing else.
 //
 // Macros, besides those of the headers: HEAD_DIM; HEAD_TILES, eights of query heads in an item; WARPS of a block and
-// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time.
+// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time; K_BIAS, 1 where K is stored without its bias.
 #include "kv_read.cuh"
 #include "mma.cuh"
+
+#ifndef K_BIAS
+#define K_BIAS 0
+#endif
 
 constexpr int D = HEAD_DIM;
 constexpr int HEADS = 8 * HEAD_TILES;  // query heads of one item
@@ -41,6 +45,10 @@ constexpr int KEY_RUN = KEY_PIECE / KV_ELEMENT_BYTES, VALUE_RUN = VALUE_PIECE / 
 // What a maximum starts with: below every score, yet finite, so that differences of two such are no NaN.
 constexpr float LOWEST = -1e38f;
 
+#if K_BIAS
+#include "paged_decode_bias.cuh"
+#endif
+
 struct Arguments {
     const Activation *q;  // [batch, num_heads, D]
     const uint8 *pool;
@@ -54,6 +62,9 @@ struct Arguments {
     int batch, most_parts, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
     int ahead;    // tiles of a warp that are brought into the L2 cache before the previous kernel has ended
     float scale;  // includes log2(e)
+#if K_BIAS
+    KeyBias bias;
+#endif
 };
 
 // One block's work: `heads` query heads from `first_head` on, over the tokens [begin, end) of a sequence, which are its
@@ -227,6 +238,9 @@ __device__ __forceinline__ void prefetch(const Arguments &arguments, const Item 
 struct Queries {
     uint32 pairs[HEAD_TILES][PRODUCT_STEPS][2];
     float factors[HEAD_TILES][2];
+#if K_BIAS
+    SpinFactors spin_factors;  // from a product of z to one of q and K
+#endif
 };
 
 // Half holds less than bf16 does: such queries are scaled, head by head, by a power of two to just below its largest.
@@ -319,10 +333,47 @@ __device__ __forceinline__ void multiply_keys(Scores &scores, const Queries &que
     }
 }
 
-// Scores in powers of two. A term that K as stored lacks is to be added here, as further steps of the product.
-__device__ __forceinline__ void find_scores(Scores &scores, const Queries &queries, const Keys &keys) {
+#if K_BIAS
+extern __shared__ Turns turns[];  // one
+
+// A warp's place for its item's output is that of its z before.
+__device__ __forceinline__ Spins &find_spins(Shared &shared) {
+    static_assert(sizeof(Spins) <= sizeof(shared.output[0]) && sizeof(shared.output[0]) % sizeof(float4) == 0);
+    return reinterpret_cast<Spins &>(shared.output[threadIdx.x / WARP]);
+}
+
+__device__ __forceinline__ void begin_bias_scores(Shared &shared, Queries &queries, const Arguments &arguments,
+                                                  const Item &item) {
+    const size_t first_query = static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head;
+    begin_spins(find_spins(shared), queries.spin_factors, arguments.bias, arguments.q + first_query * D, item.heads,
+                item.kv_head, first_token(item));
 #pragma unroll
-    for (int i = 0; i < TILES * HEAD_TILES * 4; i++) scores[i / (HEAD_TILES * 4)][i / 4 % HEAD_TILES][i % 4] = 0.f;
+    for (int i = 0; i < 2 * HEAD_TILES; i++)
+        queries.spin_factors[i / 2][i % 2] *= arguments.scale / queries.factors[i / 2][i % 2];
+}
+
+// Scores begin with what the bias adds to those of the warp's next step, as far as `find_scores` does not scale them.
+__device__ __forceinline__ void find_bias_scores(Scores &scores, Shared &shared, const Queries &queries,
+                                                 const Keys &keys) {
+    multiply_spins(scores, find_spins(shared), *turns);
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        float inverses[2] = {1.f, 1.f};
+        if constexpr (KV_SCALED) {
+            const float2 row_scales = to_float2(keys.scales[i]);
+            inverses[0] = __fdividef(1.f, row_scales.x), inverses[1] = __fdividef(1.f, row_scales.y);
+        }
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; n++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) scores[i][n][j] *= queries.spin_factors[n][j % 2] * inverses[j / 2];
+        }
+    }
+}
+#endif
+
+// Adds the products of q and K as it is stored; then scores are in powers of two.
+__device__ __forceinline__ void find_scores(Scores &scores, const Queries &queries, const Keys &keys) {
     multiply_keys(scores, queries, keys);
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
@@ -496,7 +547,10 @@ __device__ __forceinline__ void attend(Shared &shared, Gathered &gathered, Keys 
         const bool loads = ahead < end;
         Tile tiles[TILES];
         if (loads) find_tiles(tiles, arguments, sequence, kv_head, ahead, end);
-        Scores scores;
+        Scores scores = {};
+#if K_BIAS
+        find_bias_scores(scores, shared, queries, keys);
+#endif
         find_scores(scores, queries, keys);
         if (remaining < STEP) mask_scores(scores, values, remaining);
         if (loads) load_keys(keys, tiles);
@@ -648,6 +702,9 @@ __device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values 
     const Item &item = shared.item[threadIdx.x / WARP];
     Queries queries;
     load_queries(queries, arguments, item);
+#if K_BIAS
+    begin_bias_scores(shared, queries, arguments, item);
+#endif
     if (!shared.claims) keep(shared.next, find_item(arguments, item.number + gridDim.x, shared.items));
     Gathered gathered = {};
 #pragma unroll
@@ -663,11 +720,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *plan, float *partials,
                  float2 *statistics, int *counters, Activation *out, int batch, int most_parts, int max_blocks,
                  int num_heads, int num_kv_heads, int block_size, int block_bytes, int layer_offset, int ahead,
-                 float scale) {
+                 float scale
+#if K_BIAS
+                 ,
+                 const float *key_bias, const float *rotary, int positions
+#endif
+    ) {
     let_next_kernel_start();
     const Arguments arguments = {q,          pool,       block_tables, plan,      partials,     statistics,
                                  counters,   out,        batch,        most_parts, max_blocks,  num_heads,
-                                 num_kv_heads, block_size, block_bytes, layer_offset, ahead,    scale};
+                                 num_kv_heads, block_size, block_bytes, layer_offset, ahead,    scale
+#if K_BIAS
+                                 ,
+                                 {key_bias, rotary, positions}
+#endif
+    };
     __shared__ Shared shared;
     const int items = count_items(arguments);
     const Item item = find_item(arguments, blockIdx.x, items);
@@ -680,6 +747,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     Values values;
     if (loads && early) load_step(keys, values, arguments, tiles);
     prefetch(arguments, item, early ? TILES : 0);
+#if K_BIAS
+    fill(*turns, arguments.bias);
+#endif
     wait_for_previous_kernel();
     if (loads && !early) load_step(keys, values, arguments, tiles);
     keep(shared.item, item);

@@ -268,11 +268,17 @@ def test_pages_of_an_unknown_kind_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kibibytes", "blocks", "static", "percent"),
-    [(228, 1, 35024, 16), (228, 2, 35024, 31), (100, 1, 35024, 36), (100, 3, 35024, 100)],
+    ("kibibytes", "blocks", "static", "dynamic", "percent"),
+    [
+        (228, 1, 35024, 0, 16),
+        (228, 2, 35024, 0, 31),
+        (228, 2, 26272, 8752, 31),
+        (100, 1, 35024, 0, 36),
+        (100, 3, 35024, 0, 100),
+    ],
 )
 def test_what_blocks_do_not_need_is_left_to_the_l1_cache(
-    monkeypatch: pytest.MonkeyPatch, kibibytes: int, blocks: int, static: int, percent: int
+    monkeypatch: pytest.MonkeyPatch, kibibytes: int, blocks: int, static: int, dynamic: int, percent: int
 ) -> None:
     class Kernel:
         attributes: ClassVar = {"shared_size_bytes": static}
@@ -287,9 +293,9 @@ def test_what_blocks_do_not_need_is_left_to_the_l1_cache(
     function = object.__new__(loader.Function)
     function._kernel, function._device, function._resident_blocks = Kernel(), 0, 0
     for _ in range(3):
-        function.prefer_l1(blocks)
+        function.prefer_l1(blocks, dynamic)
     assert Kernel.asked == [percent]
-    assert percent == 100 or percent * (kibibytes << 10) >= 100 * blocks * (static + 1024)
+    assert percent == 100 or percent * (kibibytes << 10) >= 100 * blocks * (static + dynamic + 1024)
 
 
 @pytest.mark.gpu

@@ -56,7 +56,7 @@ class Recorder:
         self.launches[source] += 1
         return self
 
-    def prefer_l1(self, resident_blocks: int) -> None:
+    def prefer_l1(self, resident_blocks: int, shared_bytes: int = 0) -> None:
         assert resident_blocks > 0
 
     def launch(
