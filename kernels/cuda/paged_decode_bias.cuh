@@ -1,19 +1,15 @@
 // For `paged_decode`: what a bias that K as stored lacks adds to the scores.
 //
 // A rotary pair of q and of the bias b, neighbouring elements each, is a complex number; with z = conj(b) q and the
-// pair's angle per token, a token at position p adds the sum over all pairs of Re(z exp(-i p angle)). With p = begin + r,
-// r inside a warp's step, this is a product of z exp(-i begin angle), which the warp turns on from step to step in fp32,
-// with (cos r angle, sin r angle), which are the same for all items and lie in shared memory. Both are split into two
-// halves, high + low, so the sum is about as exact as fp32 makes it.
+// pair's angle per token, a token at position p adds the sum over all pairs of Re(z exp(-i p angle)). With p = first + r,
+// r inside a warp's step, this is a product of z exp(-i first angle), which the warp turns on from step to step in
+// fp32, with (cos r angle, sin r angle), which are the same for all items and lie in shared memory. Both are split into
+// two halves, high + low, so the sum is about as exact as fp32 makes it.
 //
 // Of chunk 4i + t of a head's 8-element chunks, lane 4g + t has the pairs of steps 2i and 2i + 1 of the product.
 #pragma once
 
-struct KeyBias {
-    const float *values;  // [num_kv_heads, D]
-    const float *rotary;  // [positions, D / 2, 2]: cos, sin, both times a factor that q has too
-    int positions;
-};
+#include "key_bias.cuh"
 
 // `fragments`: A of the product, high and low. `step`: the turn from a warp's step to its next.
 struct Turns {
@@ -46,16 +42,10 @@ __device__ __forceinline__ void split(float x, float y, uint32 &high, uint32 &lo
 // The first of two neighbouring pairs.
 __device__ __forceinline__ int pair_of(int step, int t) { return (step / 2 * 4 + t) * 4 + step % 2 * 2; }
 
-// Two neighbouring pairs' turns at a position; past the table's end there are no tokens.
-__device__ __forceinline__ float4 find_turn(const KeyBias &bias, int position, int pair) {
-    const size_t row = min(position, bias.positions - 1);
-    return __ldg(reinterpret_cast<const float4 *>(bias.rotary + row * D + 2 * pair));
-}
-
-// The same, of length 1.
+// The turns of two neighbouring pairs over so many tokens.
 __device__ __forceinline__ float4 find_unit_turn(const KeyBias &bias, int distance, int pair) {
     const float inverse = 1.f / __ldg(bias.rotary);  // the cosine of 0 times the factor
-    const float4 turn = find_turn(bias, distance, pair);
+    const float4 turn = bias.turns(distance, pair);
     return make_float4(turn.x * inverse, turn.y * inverse, turn.z * inverse, turn.w * inverse);
 }
 
@@ -114,8 +104,7 @@ __device__ __forceinline__ void begin_spins(Spins &spins, SpinFactors &factors, 
             const int pair = pair_of(i, t);
             uint2 q = {0, 0};
             if (head < heads) q = __ldcg(reinterpret_cast<const uint2 *>(first_query + head * D + 2 * pair));
-            own[i] = find_spin(q, __ldg(reinterpret_cast<const float4 *>(bias.values + kv_head * D + 2 * pair)),
-                               find_turn(bias, token, pair));
+            own[i] = find_spin(q, bias.pairs(kv_head, pair), bias.turns(token, pair));
         }
         const float factor = fit_spins(own);
 #pragma unroll

@@ -9,10 +9,18 @@
 // splits, the blocks of a tile share its keys and leave parts for paged_prefill_merge.
 //
 // Macros: ACTIVATION_BF16, KV_FORMAT, HEAD_DIM, WARPS, ROWS_PER_WARP (16 or 32), KEYS (a multiple of 16),
-// BLOCKS_PER_SM.
+// BLOCKS_PER_SM; K_BIAS, 1 where K is stored without its bias: then K is completed in fp32, once per block, and kept as
+// the sum of two KVValues, high + low, each of which q is multiplied with.
 #include "common.cuh"
 #include "kv_read.cuh"
 #include "mma.cuh"
+
+#ifndef K_BIAS
+#define K_BIAS 0
+#endif
+#if K_BIAS
+#include "key_bias.cuh"
+#endif
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROWS = WARPS * ROWS_PER_WARP;
@@ -78,6 +86,9 @@ struct Planes {
 struct alignas(128) Assignment {
     Work work;
     Planes planes;
+#if K_BIAS
+    KeyBias bias;  // of the group
+#endif
     bool idle;
 };
 
@@ -226,6 +237,60 @@ load_keys(uint8 *keys, uint8 *values, const Planes &shared_planes, int first_key
     }
 }
 
+#if K_BIAS
+// 8 neighbouring elements of K as stored, in fp32.
+__device__ __forceinline__ void read_keys(float (&values)[8], const uint8 *stored, const uint8 *scale) {
+    constexpr int WORDS = 2 * KV_ELEMENT_BYTES;
+    alignas(8) uint32 words[WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS / 2; i++)
+        reinterpret_cast<uint2 *>(words)[i] = reinterpret_cast<const uint2 *>(stored)[i];
+    const float factor = KV_SCALED ? __half2float(*reinterpret_cast<const __half *>(scale)) : 1.f;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        uint32 pairs[PAIRS_PER_WORD];
+        to_pairs(words[i], pairs);
+#pragma unroll
+        for (int p = 0; p < PAIRS_PER_WORD; p++) {
+            const KVValue *pair = reinterpret_cast<const KVValue *>(&pairs[p]);
+#pragma unroll
+            for (int e = 0; e < 2; e++) values[(i * PAIRS_PER_WORD + p) * 2 + e] = factor * to_float(pair[e]);
+        }
+    }
+}
+
+// Adds the bias of four pairs, from `pair` on, at a position.
+__device__ __forceinline__ void add_bias(float (&values)[8], const KeyBias &bias, int position, int pair) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float4 turn = bias.turns(position, pair + 2 * i), added = bias.pairs(0, pair + 2 * i);
+        values[4 * i] += fmaf(added.x, turn.x, -added.y * turn.y);
+        values[4 * i + 1] += fmaf(added.x, turn.y, added.y * turn.x);
+        values[4 * i + 2] += fmaf(added.z, turn.z, -added.w * turn.w);
+        values[4 * i + 3] += fmaf(added.z, turn.w, added.w * turn.z);
+    }
+}
+
+// KEYS rows of K as stored, in rows or (two-byte formats) where `high` is, become K with its bias: high + low.
+__device__ __forceinline__ void complete_keys(uint8 *high, uint8 *low, const uint8 *landed, const KeyBias &bias,
+                                              int first_key) {
+    constexpr uint32 PASSES = (KEYS * COLUMN_TILES + THREADS - 1) / THREADS;
+#pragma unroll 4
+    for (uint32 pass = 0; pass < PASSES; pass++) {
+        const auto [row, chunk] = row_and_chunk<COLUMN_TILES>(pass);
+        if (KEYS * COLUMN_TILES % THREADS != 0 && row >= KEYS) break;
+        const uint8 *stored = CONVERTED ? landed + row * STORED_ROW_BYTES + chunk * 8 : high + place(row, chunk);
+        float values[8];
+        read_keys(values, stored, landed + KEYS * STORED_ROW_BYTES + 2 * row);
+        add_bias(values, bias, first_key + row, 4 * chunk);
+        store8(reinterpret_cast<KVValue *>(high + place(row, chunk)), values);
+#pragma unroll
+        for (int e = 0; e < 8; e++) values[e] -= to_float(from_float<KVValue>(values[e]));
+        store8(reinterpret_cast<KVValue *>(low + place(row, chunk)), values);
+    }
+}
+#endif
+
 // KEYS rows of a one-byte format as KVValue. int8's scales are applied here: the rounding is that of an fp16 pool.
 __device__ __forceinline__ void convert(uint8 *tile, const uint8 *landed) {
     constexpr uint32 PASSES = (KEYS * COLUMN_TILES + THREADS - 1) / THREADS;
@@ -261,18 +326,19 @@ struct Running {
     RowNumbers maxima, weights;
 };
 
-// scores += A B^T for a tile of ROWS_PER_WARP rows and one of KEYS rows, both HEAD_DIM wide. Terms add up: a further
-// product of such tiles is a further call.
-__device__ __forceinline__ void add_scores(Scores &scores, const LaneRow &a_rows, const LaneRow &b_rows) {
+// scores += A B^T for a tile of ROWS_PER_WARP rows and one of KEYS rows, both HEAD_DIM wide. With K_BIAS, B is a sum of
+// two tiles, the second one `to_low` bytes from the first.
+__device__ __forceinline__ void add_scores(Scores &scores, const LaneRow &a_rows, const LaneRow &b_rows, int to_low) {
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; step++) {
         uint32 a[ROW_TILES][4];
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) ldmatrix_x4(a[m], a_rows.at(16 * m, step));
 #pragma unroll
-        for (int n = 0; n < KEY_TILES; n += 2) {
+        for (int i = 0; i < KEY_TILES / 2 * (1 + K_BIAS); i++) {
+            const int n = 2 * (i % (KEY_TILES / 2)), low = i / (KEY_TILES / 2);
             uint32 loaded[4];
-            ldmatrix_x4(loaded, b_rows.at(8 * n, step));
+            ldmatrix_x4(loaded, b_rows.at(8 * n, step) + low * to_low);
             const uint32 b[2][2] = {{loaded[0], loaded[1]}, {loaded[2], loaded[3]}};
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
@@ -386,6 +452,7 @@ __device__ __forceinline__ void attend(Running &running, uint8 *query_tile, cons
     const Planes &planes = assignment.planes;
     uint8 *const tiles = query_tile + ROWS * ROW_BYTES, *const landing = tiles + (CONVERTED ? 2 * TILE_BYTES : 0);
     constexpr int ARRIVING_BYTES = CONVERTED ? LANDING_BYTES : TILE_BYTES;
+    uint8 *const low_keys = landing + STAGES * 2 * ARRIVING_BYTES;
     const int end_key = work.end_key;
     const int last_position = work.has(first_row) ? work.position(first_row + ROWS_PER_WARP - 1) : -1;
     int stage = 0;
@@ -394,11 +461,13 @@ __device__ __forceinline__ void attend(Running &running, uint8 *query_tile, cons
         wait_for_copies();
         __syncthreads();  // these KEYS are there, and all warps are done with those before
         uint8 *const keys = tiles + stage * 2 * TILE_BYTES, *const values = keys + TILE_BYTES;
-        if constexpr (CONVERTED) {
-            convert(keys, landing);
-            convert(values, landing + LANDING_BYTES);
-            __syncthreads();
-        }
+#if K_BIAS
+        complete_keys(keys, low_keys, landing, assignment.bias, key);
+#else
+        if constexpr (CONVERTED) convert(keys, landing);
+#endif
+        if constexpr (CONVERTED) convert(values, landing + LANDING_BYTES);
+        if constexpr (CONVERTED || K_BIAS) __syncthreads();
         stage = (stage + 1) % STAGES;
         if (key + KEYS < end_key) {
             uint8 *const next = landing + stage * 2 * TILE_BYTES;
@@ -408,7 +477,7 @@ __device__ __forceinline__ void attend(Running &running, uint8 *query_tile, cons
         Scores scores = {};
         const uint32 thread = thread_now(), lane = thread % WARP;
         const LaneRow q_rows(query_tile, thread / WARP * ROWS_PER_WARP + lane % 16, lane / 16);
-        add_scores(scores, q_rows, LaneRow(keys, lane / 16 * 8 + lane % 8, lane / 8 % 2));
+        add_scores(scores, q_rows, LaneRow(keys, lane / 16 * 8 + lane % 8, lane / 8 % 2), low_keys - keys);
         if (key + KEYS - 1 > work.position(first_row)) mask(scores, work, first_row, key);
         soften(scores, running, scale);
         add_values(running.sums, scores, LaneRow(values, lane % 16, lane / 16));
@@ -466,7 +535,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 paged_prefill(const Activation *q, const uint8 *pool, const int *block_tables, const int *query_starts,
               const int *context_lens, Activation *out, float *parts, float *levels, int num_tokens, int num_sequences,
               int num_heads, int num_kv_heads, int block_size, int max_blocks, int block_bytes, int layer_offset,
-              float scale) {
+              float scale
+#if K_BIAS
+              ,
+              const float *key_bias, const float *rotary, int positions
+#endif
+) {
     wait_for_previous_kernel();
     let_next_kernel_start();
     extern __shared__ uint8 shared[];
@@ -481,6 +555,9 @@ paged_prefill(const Activation *q, const uint8 *pool, const int *block_tables, c
             assignment.planes = Planes{divider(block_size), pool + layer_offset + group * plane,
                                        block_tables + work.sequence * max_blocks, block_bytes, num_kv_heads * plane};
             assignment.work = work;
+#if K_BIAS
+            assignment.bias = {key_bias + group * HEAD_DIM, rotary, positions};
+#endif
             assignment.idle = !found;
         }
     }

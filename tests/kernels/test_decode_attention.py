@@ -26,6 +26,7 @@ from coldblock.kernels.fused import rope_and_write, rope_reference
 from coldblock.kernels.loader import load
 from coldblock.kernels.pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, stored_keys_and_values
 from coldblock.kernels.rotated_bias import RotatedBias
+from large_bias import large_bias
 from torch import Tensor
 
 FORMATS = tuple(FORMAT_NUMBERS)
@@ -113,20 +114,6 @@ def make_case(
         planes = torch.cat([part.masked_fill(tail, 0xFF).flatten(3) for part in (codes, scales) if part.numel()], -1)
         case.planes()[blocks, layer] = planes
     return case
-
-
-def large_bias(
-    kv_heads: int, head_dim: int, positions: int, device: str = "cuda", theta: float = 1e6, factor: float = 1.0
-) -> RotatedBias:
-    """Of norm 400 in each KV head, as Qwen2's first layer has it: a few channels are far larger than the others."""
-    torch.manual_seed(head_dim)
-    values = torch.randn(kv_heads, head_dim)
-    values[:, 5::40] *= 8
-    values *= 400 / values.norm(dim=1, keepdim=True)
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
-    rotary = torch.view_as_real(torch.polar(torch.full_like(angles, factor), angles)).float()
-    return RotatedBias(values.to(device), rotary.contiguous().to(device))
 
 
 def with_bias(case: Case, positions: int = 5000, **options: float) -> Case:
