@@ -333,7 +333,7 @@ def paged_decode_reference(
             continue
         k, v = (x.double().transpose(0, 1) for x in stored_keys_and_values(pages, layer, block_tables[row], length))
         if k_bias is not None:
-            k = k + k_bias.at(0, length, torch.float64).transpose(0, 1)
+            k_bias.add_to(k, 0)
         heads = q[row].double().view(pages.num_kv_heads, -1, pages.head_dim)
         weights = torch.softmax(heads @ k.transpose(1, 2) / math.sqrt(pages.head_dim), dim=-1)
         out[row] = (weights @ v).flatten()

@@ -275,7 +275,7 @@ def paged_prefill_reference(
         stored = stored_keys_and_values(pages, layer, block_tables[s], length)
         k, v = (x.to(operands).float() for x in stored)
         if k_bias is not None:
-            k = k + k_bias.at(0, length)
+            k_bias.add_to(k.transpose(0, 1), 0)
         k, v = (x.repeat_interleave(ratio, 1) for x in (k, v))
         scores = torch.einsum("thd,shd->hts", queries, k) / math.sqrt(head_dim)
         positions = torch.arange(length - len(queries), length, device=q.device)

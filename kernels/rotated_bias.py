@@ -33,8 +33,13 @@ class RotatedBias:
         check_place("k_bias.values", self.values)
         check_place("k_bias.rotary", self.rotary)
 
-    def at(self, first: int, end: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What the K of positions first to end - 1 lacks, [end - first, G, D], computed in `dtype`."""
-        cos, sin = self.rotary[first:end, None].to(dtype).unbind(-1)
-        even, odd = self.values[:, 0::2].to(dtype), self.values[:, 1::2].to(dtype)
-        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    def add_to(self, keys: Tensor, first: int) -> None:
+        """Complete `keys` [G, S, D], the K of positions from `first` on as the pool holds it, in its own dtype.
+
+        Positions past the table, where there are no tokens, keep what they have.
+        """
+        cos, sin = self.rotary[first : first + keys.shape[1]].to(keys.dtype).unbind(-1)
+        real, values = keys[:, : len(cos)], self.values[:, None].to(keys.dtype)
+        even, odd = values[..., 0::2], values[..., 1::2]
+        real[..., 0::2].addcmul_(cos, even).addcmul_(sin, odd, value=-1)
+        real[..., 1::2].addcmul_(sin, even).addcmul_(cos, odd)

@@ -9,7 +9,7 @@ pass can be captured in a graph, and passes must follow each other on one stream
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,13 +17,15 @@ from torch import Tensor
 
 from ...kernels import fused
 from ...kernels.pages import KVPages
+from ...kernels.rotated_bias import RotatedBias
 from .cuda_linears import CudaBuilder, CudaLinear, Scratch
 from .layers import DecoderLayer, rotary_table
 from .registry import ModelConfig
 from .weights import DecoderParts, TensorSource, load_parts
 
-Attend = Callable[[int, Tensor, Tensor], None]
-"""(layer, q [T, H, D], out [T, H*D]): attention of the pass's tokens, whose K and V are already in the pool."""
+Attend = Callable[[int, Tensor, Tensor, RotatedBias | None], None]
+"""(layer, q [T, H, D], out [T, H*D], what the layer's K in the pool lacks, if anything): attention of the pass's
+tokens, whose K and V are already in the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class CudaDecoder:
         self._layers: list[DecoderLayer[CudaLinear]] = parts.layers
         self._final_norm, self._head = parts.final_norm, parts.head
         self._rotary = rotary
+        self.k_biases: Sequence[RotatedBias | None] = [None] * len(parts.layers)
+        """Layer by layer, the bias that its linear does not add to K, so that it is added when K is read."""
 
     @property
     def nbytes(self) -> int:
@@ -160,7 +164,7 @@ class CudaDecoder:
             rows = chosen if layer is self._layers[-1] else None
             if rows is not None and not len(rows):
                 return workspace.logits[:0]
-            attend(index, run.q, run.attended)
+            attend(index, run.q, run.attended, self.k_biases[index])
             if rows is not None:
                 run = workspace.chosen(run, rows)
             layer.attention_out.add_to(run.residual, run.attended, scratch)

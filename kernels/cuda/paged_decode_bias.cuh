@@ -1,10 +1,10 @@
 // For `paged_decode`: what a bias that K as stored lacks adds to the scores.
 //
-// A rotary pair of q and of the bias b, neighbouring elements each, is a complex number; with z = conj(b) q and the
-// pair's angle per token, a token at position p adds the sum over all pairs of Re(z exp(-i p angle)). With p = first + r,
-// r inside a warp's step, this is a product of z exp(-i first angle), which the warp turns on from step to step in
-// fp32, with (cos r angle, sin r angle), which are the same for all items and lie in shared memory. Both are split into
-// two halves, high + low, so the sum is about as exact as fp32 makes it.
+// A rotary pair of q and of the bias b, two neighbouring elements, is a complex number; with z = conj(b) q and the
+// pair's angle per token, a token at position p adds the sum over all pairs of Re(z exp(-i p angle)). With
+// p = first + r, r inside a warp's step, this is a product of z exp(-i first angle), which the warp turns on from step
+// to step in fp32, with (cos r angle, sin r angle), which are the same for all items and lie in shared memory. Both are
+// split into two halves, high + low, so the sum is about as exact as fp32 makes it.
 //
 // Of chunk 4i + t of a head's 8-element chunks, lane 4g + t has the pairs of steps 2i and 2i + 1 of the product.
 #pragma once

@@ -421,7 +421,7 @@ def test_all_codes(kv_format: str, software: int, monkeypatch: pytest.MonkeyPatc
     assert_close(run(case)[1:], case.reference()[1:], FP16, kv_format)
 
 
-# K of fp16, bias and all, would be 0.01 off in a score here, and 20 roundings in the result.
+# With K of fp16, bias and all, results would be six roundings off here.
 
 
 @gpu

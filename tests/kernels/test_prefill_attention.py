@@ -178,7 +178,7 @@ def test_bf16_activations(prefill: Prefill, format: PageFormat) -> None:
     case.check(case.run(prefill))
 
 
-# K of fp16, bias and all, would be 0.01 off in a score here, and 20 roundings in the result.
+# With K of fp16, bias and all, results would be six roundings off here.
 
 
 @pytest.mark.parametrize("positions", [53, 64])
