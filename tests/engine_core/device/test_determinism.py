@@ -151,10 +151,10 @@ def test_attention_alone_does_not_depend_on_its_company(kv_format: FormatName) -
 
     for length, one in zip(context_lengths, chunks, strict=True):
         history = one._replace(token_ids=array("i", [0] * length), start=0)
-        PagedBatch(pool, [history], alone=True).attend(0, random(length, 6), random(length, 4))
+        PagedBatch(pool, [history], alone=True).attend(0, random(length, 6), random(length, 4), None)
     batch = PagedBatch(pool, chunks, alone=True)
     q, kv = random(len(chunks), 6), random(len(chunks), 4)
-    together = batch.attend(0, q, kv)
+    together = batch.attend(0, q, kv, None)
     for row, one in enumerate(batch.chunks):
-        single = PagedBatch(pool, [one], alone=True).attend(0, q[row : row + 1], kv[row : row + 1])
+        single = PagedBatch(pool, [one], alone=True).attend(0, q[row : row + 1], kv[row : row + 1], None)
         assert torch.equal(single[0], together[row])
