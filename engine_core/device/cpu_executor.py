@@ -100,6 +100,15 @@ class CpuExecutor:
         """End the thread that copies; nothing else is held beyond memory."""
         self._transfers.close()
 
+    @torch.inference_mode()
+    def score(self, chunk: Chunk, pool: KVPool | None = None) -> Tensor:
+        """Logits fp32 [T, vocab_size] after every token of a chunk, run as in a step; for evaluations.
+
+        Its K and V go into `pool` if one is given, so that one model can be held against itself in several formats.
+        """
+        batch = PagedBatch(pool or self._pool, [chunk], alone=self._config.deterministic)
+        return self._model.logits(self._model.forward(batch.token_ids, batch.positions, batch.attend))
+
     def describe(self) -> dict[str, str | int]:
         """What was loaded and the memory it takes, for the line at start."""
         capacity, block = self.capacity, self.capacity.block_bytes

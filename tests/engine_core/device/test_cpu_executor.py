@@ -13,7 +13,7 @@ from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device import cpu_executor
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.errors import CheckpointError, MemoryBudgetError
-from coldblock.engine_core.models import k_bias
+from coldblock.engine_core.models.cpu_builder import CpuBuilder
 from tiny_models import (
     GREEDY,
     chunk,
@@ -198,18 +198,18 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "split_above", "told"), [("int8", 16, 0), ("int8", 1e9, 1), ("fp16", 1e9, 0)]
+    ("kv_cache_dtype", "splits", "told"), [("int8", True, 0), ("int8", False, 1), ("fp16", False, 0)]
 )
 def test_a_format_that_does_not_suit_the_model_is_told_at_load(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kv_cache_dtype: str,
-    split_above: float,
+    splits: bool,
     told: int,
 ) -> None:
     save_biased(tmp_path, 400.0)
-    monkeypatch.setattr(k_bias, "SPLIT_ABOVE", split_above)
+    monkeypatch.setattr(CpuBuilder, "splits_key_bias", splits)
     make_executor(tmp_path, kv_cache_dtype=kv_cache_dtype)
     assert [("loses quality" in line) for line in caplog.messages] == [True] * told
 
