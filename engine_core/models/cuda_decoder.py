@@ -127,7 +127,8 @@ class CudaDecoder:
         self._layers: list[DecoderLayer[CudaLinear]] = parts.layers
         self._final_norm, self._head = parts.final_norm, parts.head
         self._rotary = rotary
-        self.k_biases: Sequence[RotatedBias | None] = [None] * len(parts.layers)
+        apart = [layer.key_bias.apart for layer in parts.layers]
+        self.k_biases: Sequence[RotatedBias | None] = [None if b is None else RotatedBias(b, rotary) for b in apart]
         """Layer by layer, the bias that its linear does not add to K, so that it is added when K is read."""
 
     @property
