@@ -378,16 +378,17 @@ class Scheduler:
         return True
 
     def _rematch(self, request: Request) -> None:
-        """Blocks that are away and that others have computed as well need not be copied: share theirs."""
+        """Blocks that are away and that others have computed as well need not be copied: share theirs.
+
+        A block that the index does not name is not offered to it anew: it may hold what a failed request computed.
+        """
         if not self.config.prefix_cache:
             return
         index, full = self._tiers.index, min(len(request.digests), request.computed_tokens // self.config.block_size)
         private = [i for i, b in enumerate(request.blocks[:full]) if b.digest is None and b.residency is Residency.CPU]
         for position in private:
-            block, digest = request.blocks[position], request.digests[position]
-            index.insert(digest, block)
-            holder = index.holder(digest)
-            if holder is not None and holder is not block:
+            block, holder = request.blocks[position], index.holder(request.digests[position])
+            if holder is not None:
                 self._tiers.own(holder)
                 request.blocks[position] = holder
                 self._tiers.release([block], used=False)
@@ -401,7 +402,7 @@ class Scheduler:
     def _await_loads(self, request: Request) -> None:
         """Let the request wait for all copies that bring its blocks in, whoever began them."""
         arriving = [block.move for block in request.blocks if block.residency is Residency.COPYING_IN]
-        request.copied = Copied(len(arriving))
+        request.copied = Copied(sum(move is not None and move.request is request for move in arriving))
         for move in dict.fromkeys(arriving):
             if move is not None:
                 self._await(request, move)
@@ -698,13 +699,16 @@ class Scheduler:
             move = tiers.fail(done.move_id)
             self._count_failure(move, done.error, now)
         own = request is not None and request in move.waiting
-        if done.error is None and not (own and request is not None and request.request_id in self._swapped):
-            self._report_move(move, done)  # else it is part of a way out or back, which is reported as a whole
+        if done.error is None and own and request is not None and request.request_id in self._swapped:
+            request.copied.ended.append((move, done))  # part of a way out or back, which is reported as a whole
+        elif done.error is None:
+            self._report_move(move, done)
         while move.waiting:
             waiting = move.waiting.pop()
             waiting.awaits.remove(move)
-            waiting.copied.seconds += done.seconds
-            waiting.copied.queued_s = max(waiting.copied.queued_s, done.queued_s)
+            if waiting is request:  # else it is told of, and counted, as the other's
+                waiting.copied.seconds += done.seconds
+                waiting.copied.queued_s = max(waiting.copied.queued_s, done.queued_s)
             waiting.copied.error = waiting.copied.error or done.error
             if not waiting.awaits:
                 self._copies_ended(waiting, now)
@@ -727,7 +731,8 @@ class Scheduler:
 
     def _copies_failed(self, request: Request, error: str, now: float) -> None:
         """Out: the request goes on where it was, if it still has all its blocks. In: it is tried again, a few times."""
-        state, request.copied = request.state, Copied()
+        state = request.state
+        self._report_ended(request)
         if state is State.SWAPPING_OUT and all(block.readable for block in request.blocks):
             request.copy_failures += 1
             request.on(Event.OUT_FAILED)
@@ -844,6 +849,8 @@ class Scheduler:
         """Take all that a request has in either tier, and take it out of its set."""
         for requests in (self._running, self._swapped, self._loading):
             requests.pop(request.request_id, None)
+        if request.awaits:
+            self._report_ended(request)
         for move in request.awaits:
             move.waiting.remove(request)
         request.awaits = []
@@ -864,6 +871,9 @@ class Scheduler:
         if request.state is State.WAITING:
             self._waiting.remove(request)
         self._take_blocks(request)
+        for move in self._tiers.moves.values():
+            if move.request is request:
+                move.request = None  # its usage is told now: what is still being copied is nobody's
         request.on(Event.FINISH)
         request.end_stall(now)
         if request is self._favoured:
@@ -889,6 +899,12 @@ class Scheduler:
         """A copy that left its request where it is."""
         phase: SwapPhase = "copied_out" if move.direction is Direction.OUT else "copied_in"
         self._report(move.request, phase, move.reason, len(move.blocks), done.seconds, done.queued_s)
+
+    def _report_ended(self, request: Request) -> None:
+        """The copies of a way out or back that is not reported as a whole: others of it failed, or it was cut short."""
+        for move, done in request.copied.ended:
+            self._report_move(move, done)
+        request.copied = Copied()
 
     def _report(
         self,
