@@ -232,12 +232,13 @@ async def _prompt_ids(
     target: Target, prompt: str | list[int], *, param: str = "prompt", answer: bool = True
 ) -> tuple[int, ...]:
     """A prompt's token ids, checked: not empty, in the vocabulary, and short enough to leave room for an answer."""
-    limit = target.model.max_request_tokens
+    model, limit = target.model, target.model.max_request_tokens
     ids = await target.text.encode(prompt, room=limit) if isinstance(prompt, str) else prompt
     if len(ids) + answer > limit:
         raise invalid(
             f"the prompt has {len(ids)} tokens; prompt and answer together can have {limit} "
-            f"(the model's context is {target.model.max_model_len})",
+            f"(the model's context is {model.max_model_len}, "
+            f"the KV pool holds {model.num_gpu_blocks} blocks of {model.block_size})",
             param,
             "context_length_exceeded",
         )

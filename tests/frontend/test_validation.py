@@ -123,6 +123,7 @@ def test_messages_say_the_numbers(server: Server) -> None:
     too_long = error_of(server, COMPLETIONS, {"prompt": "x" * 512})
     assert too_long["code"] == "context_length_exceeded"
     assert "512 tokens" in too_long["message"] and "1024" in too_long["message"]
+    assert "the KV pool holds 64 blocks of 16" in too_long["message"]
     assert "0..257" in error_of(server, COMPLETIONS, {"prompt": [200000]})["message"]
     assert (
         "System role not supported"
