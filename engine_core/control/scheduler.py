@@ -538,11 +538,11 @@ class Scheduler:
         for request in ended.ready:
             self._copies_ended(request, now)
         owner, reason = ended.move.request, ended.move.reason
-        if done.error is None:
+        if reason == "write_behind":
+            self._write_behind.ended(done.error is None, now)
+        elif done.error is None:
             if owner is not None and reason == "oversize":
                 owner.copy_failures = 0
-        elif reason == "write_behind":
-            self._write_behind.pause(now)
         elif owner is not None and not ended.awaited:
             self._fail_copy(owner, now)
             if reason == "oversize" and owner.copy_failures >= MAX_COPY_FAILURES and owner.state in RUNS:
@@ -564,7 +564,8 @@ class Scheduler:
 
     def _copies_failed(self, request: Request, error: str, now: float) -> None:
         """Out: the request goes on where it was, if it still has all its blocks. In: it is tried again, a few times."""
-        state, request.copied = request.state, Copied()
+        state = request.state
+        self._copies.tell_ended(request)
         if state is State.SWAPPING_OUT and all(block.readable for block in request.hot):
             request.copy_failures += 1
             request.on(Event.OUT_FAILED)
@@ -674,6 +675,7 @@ class Scheduler:
         if request.state is State.WAITING:
             self._waiting.remove(request)
         self._take_blocks(request)
+        self._copies.disown(request)
         request.on(Event.FINISH)
         request.end_stall(now)
         if request is self._favoured:
