@@ -82,6 +82,7 @@ __all__ = ["Refusal", "Scheduler", "SchedulerConfig"]
 
 MAX_TIMES_LEFT = 8  # after so many, a request leaves for the growth of others only when no other is left
 MAX_COPY_FAILURES = 3  # after so many in a row, a request's KV is recomputed instead of copied
+MOST_RESUMES = 16  # of one plan: what room they need is summed up anew for each, and steps wait for the plan
 AGING_S = 10.0  # so long must a request wait to pass one that has a priority of 1 more
 
 
@@ -335,8 +336,9 @@ class Scheduler:
         They need no seat: while somebody is swapped out nobody new comes in but the one newcomer whose seat was free
         before, so that running and swapped requests together never exceed `max_num_seqs`.
         """
-        while ready := [request for request in self._swapped.values() if request.state is State.SWAPPED]:
-            if not self._bring_back(self._resume_order.choose(ready), now):
+        for _ in range(MOST_RESUMES):
+            ready = [request for request in self._swapped.values() if request.state is State.SWAPPED]
+            if not ready or not self._bring_back(self._resume_order.choose(ready), now):
                 return
 
     def _bring_back(self, request: Request, now: float) -> bool:

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from coldblock.engine_core.control.plan import Direction
 from coldblock.engine_core.control.request import State
-from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES
+from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, MOST_RESUMES
 from coldblock.engine_core.control.swap import Block, Residency
 from coldblock.engine_core.control.write_behind import LEAST, PAUSE_S
 from fake_executor import COPY_SECONDS, QUEUED_SECONDS
@@ -103,6 +103,22 @@ def test_what_a_failed_request_computed_is_found_in_neither_tier() -> None:
     harness.add("clean", range(40), 2)
     harness.run()
     assert harness.finished["clean"].cached_tokens == 0
+
+
+def test_many_come_back_a_few_in_a_plan() -> None:
+    """Each of them takes time to plan, and a step waits for the plan."""
+    harness = Harness(num_gpu_blocks=60, num_cpu_blocks=200, max_num_seqs=64)
+    for index in range(40):
+        harness.add(f"small{index}", range(index, index + 5), 40)
+    harness.run_until(lambda: all(harness.tokens[f"small{index}"] for index in range(40)))
+    harness.add("large", range(800), 2, priority=9)
+    harness.run_until(lambda: "large" in harness.finished)
+    assert harness.scheduler.swapped > 2 * MOST_RESUMES
+    while harness.scheduler.swapped:
+        before = len(harness.phases("swapping_in"))
+        harness.step()
+        assert len(harness.phases("swapping_in")) - before <= MOST_RESUMES
+    harness.run()
 
 
 # ---------------------------------------------------------------- copies ahead of need
