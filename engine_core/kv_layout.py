@@ -37,6 +37,11 @@ def resolve_kv_cache_dtype(name: str, compute_dtype: ComputeDtype) -> FormatName
     return _ALIASES[name]
 
 
+def has_one_byte_elements(kv_format: FormatName) -> bool:
+    """Whether the format keeps less of a number than the compute dtypes do."""
+    return _ELEMENT_BYTES[kv_format] == 1
+
+
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """What one token's KV looks like in a model."""

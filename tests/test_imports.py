@@ -48,6 +48,8 @@ ALLOWED = {
     "tools/bench/kernel_cases": ("tools", "kernels", "engine_core/kv_layout", "engine_core/models/cuda_linears"),
     "tools/gpu": ("tools", "kernels"),
     "tools/validate": ("tools", "settings", "engine_core", "kernels"),
+    "tools/eval_kv": ("tools", "settings", "engine_core"),
+    "tools/kv_quality": ("engine_core/control/plan", "engine_core/device", "engine_core/kv_layout"),
     "tools/kernel_checks": ("engine_core/device", "engine_core/models", "engine_core/kv_layout", "kernels"),
     "tools/serve": ("tools", "protocol", "settings", "engine_core/config", "frontend/config"),
 }

@@ -139,7 +139,7 @@ def test_a_wrong_endpoint_is_one_line(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "engine", "frontend", "chat", "top", "demo", "fetch-model", "bench serve"]
+    "command", ["serve", "engine", "frontend", "chat", "top", "demo", "fetch-model", "bench serve", "eval kv"]
 )
 def test_help_speaks_no_python(command: str) -> None:
     arguments = [sys.executable, "-m", "coldblock", *command.split(), "--help"]

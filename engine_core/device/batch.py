@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...kernels import reference
 from ..control.plan import Chunk
+from ..models.k_bias import KeyOffsets
 from .kv_pool import KVPool
 
 
@@ -59,6 +60,7 @@ class PagedBatch:
         offsets = (self.positions % pool.block_size)[:, None]
         self._slots = pool.format.slots(pool.plane_numbers(torch.tensor(blocks)), offsets)
         self._groups = self._make_groups()
+        self._longest = max(chunk.start + len(chunk.token_ids) for chunk in self.chunks)
         self._clear_new_tail_blocks()
 
     def last_rows(self) -> list[int]:
@@ -69,22 +71,30 @@ class PagedBatch:
             ends.append(row - 1)
         return ends
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """Store kv fp32 [T, 2G, D], attend q fp32 [T, H, D] to each row's context -> [T, H*D] in the format's dtype."""
+    def attend(self, layer: int, q: Tensor, kv: Tensor, key_offsets: KeyOffsets | None) -> Tensor:
+        """Store kv fp32 [T, 2G, D], attend q fp32 [T, H, D] to each row's context -> [T, H*D].
+
+        In the format's dtype; with offsets to the stored K in fp32, as the sum needs it.
+        """
         pool, shape = self._pool, self._pool.shape
         planes = pool.layer(layer)
         pool.format.write(planes, self._slots, kv)
-        q = q.to(pool.format.dtype)
+        dtype = pool.format.dtype if key_offsets is None else torch.float32
+        q = q.to(dtype)
+        offsets = None if key_offsets is None else key_offsets(self._longest)
         outputs = []
         for group in self._groups:
-            pages = pool.format.read(planes.index_select(0, group.planes))
+            pages = pool.format.read(planes.index_select(0, group.planes)).to(dtype)
             queries = q[group.first : group.last]
+            bias = None if group.bias is None else group.bias.to(dtype)
             if group.many:
                 keys, values = pages.view(2, shape.num_kv_heads, -1, shape.head_dim)[:, :, : group.context]
-                outputs.append(reference.attend_many(queries, keys, values, group.bias))
+                _add(keys, offsets)
+                outputs.append(reference.attend_many(queries, keys, values, bias))
             else:
                 keys, values = pages.view(2, len(queries), shape.num_kv_heads, -1, shape.head_dim)
-                outputs.append(reference.attend_one(queries, keys, values, cast("Tensor", group.bias)))
+                _add(keys, offsets)
+                outputs.append(reference.attend_one(queries, keys, values, cast("Tensor", bias)))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _make_groups(self) -> list[_Group]:
@@ -151,3 +161,10 @@ class PagedBatch:
                 new.append(chunk.block_table[first_of_last_page // self._pool.block_size])
         if new:
             self._pool.clear(new)
+
+
+def _add(keys: Tensor, offsets: Tensor | None) -> None:
+    """Add to keys [..., G, S, D], gathered and nobody else's, those of their positions; padding has none."""
+    if offsets is not None:
+        length = min(keys.shape[-2], offsets.shape[-2])
+        keys[..., :length, :].add_(offsets[:, :length])

@@ -12,6 +12,7 @@ pool.
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor
 from ..control.plan import NO_BLOCKS, Chunk, StepPlan, StepResult
 from ..errors import MemoryBudgetError
 from ..kv_layout import ComputeDtype, paged_kv_block_bytes, resolve_kv_cache_dtype
+from ..models.k_bias import misfit
 from ..models.layers import Decoder
 from ..models.registry import ModelConfig, read_model_config
 from ..models.w4a16 import W4Linear
@@ -35,6 +37,8 @@ from .kv_pool import KVPool
 from .memory import available_memory
 from .sampler import Sampler
 from .transfer import Transfers
+
+logger = logging.getLogger(__name__)
 
 _MOST_POOL_BYTES = 4 << 30
 _INDEPENDENT_ROWS = 8  # few enough that torch's elementwise operators meet each row in the same kind of loop
@@ -58,6 +62,8 @@ class CpuExecutor:
         with torch.inference_mode():
             with _explained():
                 self._model = self._load(compute)
+            if problem := misfit([layer.key_bias for layer in self._model.layers], self.kv_format):
+                logger.warning("%s", problem)
             self.capacity = self._size(block_bytes)
             self._pool = KVPool(
                 self.model_config.kv_shape,
@@ -93,6 +99,15 @@ class CpuExecutor:
     def close(self) -> None:
         """End the thread that copies; nothing else is held beyond memory."""
         self._transfers.close()
+
+    @torch.inference_mode()
+    def score(self, chunk: Chunk, pool: KVPool | None = None) -> Tensor:
+        """Logits fp32 [T, vocab_size] after every token of a chunk, run as in a step; for evaluations.
+
+        Its K and V go into `pool` if one is given, so that one model can be held against itself in several formats.
+        """
+        batch = PagedBatch(pool or self._pool, [chunk], alone=self._config.deterministic)
+        return self._model.logits(self._model.forward(batch.token_ids, batch.positions, batch.attend))
 
     def describe(self) -> dict[str, str | int]:
         """What was loaded and the memory it takes, for the line at start."""

@@ -29,6 +29,7 @@ from ..control.sampling import Sampling
 from ..errors import EngineError, MemoryBudgetError
 from ..kv_layout import paged_kv_block_bytes, resolve_kv_cache_dtype
 from ..models.cuda_decoder import CudaDecoder, Workspace, load_cuda_decoder
+from ..models.k_bias import misfit
 from ..models.registry import read_model_config
 from ..models.weights import Checkpoint, DummyCheckpoint
 from . import cuda_memory, cuda_support
@@ -95,6 +96,8 @@ class CudaExecutor:
         sizes = self._sizes = self._decide_sizes()
         begun = cuda_memory.start()
         decoder = self._load_decoder(begun.free * config.gpu_memory_utilization)
+        if problem := misfit(decoder.key_biases, self.kv_format):
+            log.warning("%s", problem)
         most_tokens = max(sizes.max_tokens, sizes.max_rows)
         workspace = Workspace(model, self._dtype, most_tokens, sizes.max_rows, decoder.scratch_elements, DEVICE)
         self._sampler = CudaSampler(

@@ -120,6 +120,7 @@ class CudaDecoder:
         self, config: ModelConfig, parts: DecoderParts[CudaLinear, Tensor], dtype: torch.dtype, rotary: Tensor
     ) -> None:
         self.config, self.dtype = config, dtype
+        self.key_biases = [layer.key_bias for layer in parts.layers]
         self._embedding = parts.embedding
         self._layers: list[DecoderLayer[CudaLinear]] = parts.layers
         self._final_norm, self._head = parts.final_norm, parts.head

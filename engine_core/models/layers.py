@@ -19,10 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import reference
+from .k_bias import KeyBias, KeyOffsets, rotated
 from .registry import ModelConfig, RopeConfig
 
-Attend = Callable[[int, Tensor, Tensor], Tensor]
-"""(layer, q [T, H, D] fp32, k and v [T, 2G, D] fp32) -> [T, H*D]; stores k and v before it attends."""
+Attend = Callable[[int, Tensor, Tensor, KeyOffsets | None], Tensor]
+"""(layer, q [T, H, D] fp32, k and v [T, 2G, D] fp32, offsets) -> [T, H*D]; stores k and v before it attends.
+
+The offsets are added to K when it is read; None: nothing.
+"""
 
 
 class Linear(Protocol):
@@ -160,10 +164,11 @@ LinearT = TypeVar("LinearT")
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer(Generic[LinearT]):
-    """One layer, its linears of one device's kind."""
+    """One layer, its linears of one device's kind. `qkv` adds no bias to K where `key_bias` keeps it apart."""
 
     input_norm: Tensor
     qkv: LinearT
+    key_bias: KeyBias
     attention_out: LinearT
     mlp_norm: Tensor
     gate_up: LinearT
@@ -202,7 +207,9 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             normed = reference.rms_norm(x, layer.input_norm, self.floor)
             heads = reference.rotate(layer.qkv(normed).float().view(shape), turns)
-            attended = attend(index, heads[:, : config.num_heads], heads[:, config.num_heads :])
+            apart = layer.key_bias.apart
+            offsets = None if apart is None else rotated(apart, self.rotary)
+            attended = attend(index, heads[:, : config.num_heads], heads[:, config.num_heads :], offsets)
             x.add_(layer.attention_out(attended))
             normed = reference.rms_norm(x, layer.mlp_norm, self.floor)
             x.add_(layer.down(reference.silu_and_multiply(layer.gate_up(normed))))

@@ -35,8 +35,8 @@ class W4Weight:
         """Elements of a row that share a scale and a minimum."""
         return self.qweight.shape[1] * 2 // self.scales.shape[1]
 
-    def rows(self, order: Tensor) -> W4Weight:
-        """The same matrix with its rows in another order."""
+    def rows(self, order: Tensor | slice) -> W4Weight:
+        """The same matrix with its rows in another order, or some of them."""
         return W4Weight(self.qweight[order], self.scales[order], self.mins[order])
 
     def codes(self) -> Tensor:

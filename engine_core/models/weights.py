@@ -22,6 +22,7 @@ from torch import Tensor
 from ...kernels.errors import KernelArgumentError
 from ..errors import CheckpointError
 from .cpu_builder import CpuBuilder, LoadOptions
+from .k_bias import KeyBias, measure
 from .layers import Decoder, DecoderLayer, Int8Weight, pair_order, rotary_table
 from .registry import ModelConfig
 from .w4a16 import W4Weight, stack_rows
@@ -138,6 +139,8 @@ class Builder(Protocol[LinearT, EmbeddingT]):
 
     turns: int | None
     """How many rows of gate, then of up, take turns in the fused matrix; None: all of gate, then all of up."""
+    splits_key_bias: bool
+    """Whether this device's attention adds to K, when it reads it, the bias that `k_bias` keeps apart."""
 
     def norm(self, weight: Tensor) -> Tensor:
         """A norm's weight [N]."""
@@ -206,17 +209,33 @@ class _Loader(Generic[LinearT, EmbeddingT]):
         """All of one layer, linears over the same input fused."""
         config, names = self._config, self._config.architecture
         prefix = names.layer.format(layer=number)
-        hidden, ffn, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = [prefix + name for name in names.qkv]
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        qkv, key_bias = self._qkv(prefix)
         return DecoderLayer(
             input_norm=self.norm(prefix + names.input_norm),
-            qkv=self.linear(qkv, [heads * dim, kv_heads * dim, kv_heads * dim], hidden, self._pairs(), names.qkv_bias),
-            attention_out=self.linear([prefix + names.attention_out], [hidden], heads * dim),
+            qkv=qkv,
+            key_bias=key_bias,
+            attention_out=self.linear([prefix + names.attention_out], [hidden], config.num_heads * config.head_dim),
             mlp_norm=self.norm(prefix + names.mlp_norm),
             gate_up=self.linear([prefix + name for name in names.gate_up], [ffn, ffn], hidden, self._turns()),
             down=self.linear([prefix + names.down], [hidden], ffn),
         )
+
+    def _qkv(self, prefix: str) -> tuple[LinearT, KeyBias]:
+        """The linear of q, k and v, and what becomes of the bias of k."""
+        config, names = self._config, self._config.architecture
+        parts = [prefix + name for name in names.qkv]
+        q_rows, k_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = [q_rows, k_rows, k_rows]
+        weight, bias = self._stacked(parts, rows, config.hidden_size, self._pairs(), names.qkv_bias)
+        keys = slice(q_rows, q_rows + k_rows)
+        key_weight = weight.rows(keys) if isinstance(weight, W4Weight) else weight[keys]
+        key_bias = None if bias is None else bias[keys]
+        norm = self._norm_weight(prefix + names.input_norm)
+        found = measure(key_weight, key_bias, norm, config.head_dim, self._builder.splits_key_bias)
+        if key_bias is not None and found.apart is not None:
+            key_bias.zero_()
+        return self._built(parts, weight, bias), found
 
     def _pairs(self) -> Tensor:
         """Row order of the stacked q, k and v that brings rotary pairs together in q and k."""
@@ -245,13 +264,26 @@ class _Loader(Generic[LinearT, EmbeddingT]):
         rows: Sequence[int],
         columns: int,
         order: Tensor | None = None,
-        needs_bias: bool = False,
     ) -> LinearT:
+        """The linear of matrices over the same input, see `_stacked`."""
+        return self._built(names, *self._stacked(names, rows, columns, order))
+
+    def _stacked(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        order: Tensor | None,
+        needs_bias: bool = False,
+    ) -> tuple[Tensor | W4Weight, Tensor | None]:
         """The named matrices stacked, their rows then reordered. Biases are taken where they exist."""
         weight = _stack([self._weight(name, n, columns) for name, n in zip(names, rows, strict=True)])
         bias = self._stacked_bias(names, rows, needs_bias)
         if order is not None:
             weight, bias = _reorder(weight, order), None if bias is None else bias[order.to(bias.device)]
+        return weight, bias
+
+    def _built(self, names: Sequence[str], weight: Tensor | W4Weight, bias: Tensor | None) -> LinearT:
         try:
             return self._builder.linear(weight, bias)
         except KernelArgumentError as error:

@@ -57,6 +57,24 @@ def save_tiny(path: Path, kind: str = "llama", **overrides: Any) -> PreTrainedMo
     return model
 
 
+def save_biased(path: Path, norm: float, seed: int = 0, **overrides: Any) -> None:
+    """Save a random Qwen2 model with a K bias of this norm in layer 0 and none elsewhere.
+
+    As in the real ones it lies in channels that rotate slowly: it hardly moves attention, but it is large.
+    """
+    slow = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    save_tiny(path, "qwen2", seed=seed, **{**slow, **overrides})
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("k_proj.bias")]:
+        tensors[name].zero_()
+    config = read_model_config(path)
+    bias = tensors["model.layers.0.self_attn.k_proj.bias"]
+    pairs = bias.view(config.num_kv_heads, 2, config.head_dim // 2)[..., config.head_dim // 4 :]
+    values = torch.randn(pairs.shape, generator=torch.Generator().manual_seed(seed))
+    pairs.copy_(values * (norm / values.norm()))
+    save_file(tensors, path / "model.safetensors")
+
+
 def edit_config(path: Path, **changes: Any) -> None:
     """Change keys of config.json."""
     file = path / "config.json"

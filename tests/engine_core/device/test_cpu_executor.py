@@ -13,7 +13,18 @@ from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device import cpu_executor
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.errors import CheckpointError, MemoryBudgetError
-from tiny_models import GREEDY, chunk, copy_blocks, edit_config, make_executor, quantize, run_step, save_tiny
+from coldblock.engine_core.models.cpu_builder import CpuBuilder
+from tiny_models import (
+    GREEDY,
+    chunk,
+    copy_blocks,
+    edit_config,
+    make_executor,
+    quantize,
+    run_step,
+    save_biased,
+    save_tiny,
+)
 
 PROMPTS = {"a": [5, 9, 300, 4, 7] * 7, "b": [8, 1, 2], "c": [77] * 16}
 TABLES = {"a": [11, 3, 7, 20], "b": [1, 40], "c": [9, 10]}
@@ -184,6 +195,23 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MemoryBudgetError, match="MODEL: the model does not fit into the free RAM") as caught:
         make_executor(tmp_path, load_format="dummy")
     assert caught.value.flag == "MODEL"
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "splits", "told"), [("int8", True, 0), ("int8", False, 1), ("fp16", False, 0)]
+)
+def test_a_format_that_does_not_suit_the_model_is_told_at_load(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kv_cache_dtype: str,
+    splits: bool,
+    told: int,
+) -> None:
+    save_biased(tmp_path, 400.0)
+    monkeypatch.setattr(CpuBuilder, "splits_key_bias", splits)
+    make_executor(tmp_path, kv_cache_dtype=kv_cache_dtype)
+    assert [("loses quality" in line) for line in caplog.messages] == [True] * told
 
 
 def test_wrong_kv_dtype(model: tuple[Path, Any]) -> None:

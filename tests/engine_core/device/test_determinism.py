@@ -18,7 +18,7 @@ from coldblock.engine_core.device.batch import PagedBatch
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.kv_pool import KVPool
 from coldblock.engine_core.kv_layout import FormatName, KVShape
-from tiny_models import chunk, copy_blocks, make_executor, quantize, run_step, save_tiny
+from tiny_models import chunk, copy_blocks, make_executor, quantize, run_step, save_biased, save_tiny
 
 ASKED = Sampling(temperature=0.0, logprobs=5)
 LENGTHS = {"a": 21, "b": 5, "c": 34, "d": 16}
@@ -26,12 +26,20 @@ NEW = 6
 BLOCKS = 4
 
 
-@pytest.fixture(scope="module", params=["dense-fp32", "dense-bf16", "w4"])
+@pytest.fixture(scope="module", params=["dense-fp32", "dense-bf16", "w4", "k-bias-apart"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     path = tmp_path_factory.mktemp(request.param)
-    save_tiny(
-        path, hidden_size=192, intermediate_size=416, num_attention_heads=6, num_key_value_heads=2, vocab_size=1000
-    )
+    sizes = {
+        "hidden_size": 192,
+        "intermediate_size": 416,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    }
+    if request.param == "k-bias-apart":
+        save_biased(path, 400.0, **sizes)
+        return path, "bf16"
+    save_tiny(path, **sizes)
     if request.param == "w4":
         quantize(path)
     return path, "auto" if request.param == "w4" else request.param.removeprefix("dense-")
@@ -151,10 +159,10 @@ def test_attention_alone_does_not_depend_on_its_company(kv_format: FormatName) -
 
     for length, one in zip(context_lengths, chunks, strict=True):
         history = one._replace(token_ids=array("i", [0] * length), start=0)
-        PagedBatch(pool, [history], alone=True).attend(0, random(length, 6), random(length, 4))
+        PagedBatch(pool, [history], alone=True).attend(0, random(length, 6), random(length, 4), None)
     batch = PagedBatch(pool, chunks, alone=True)
     q, kv = random(len(chunks), 6), random(len(chunks), 4)
-    together = batch.attend(0, q, kv)
+    together = batch.attend(0, q, kv, None)
     for row, one in enumerate(batch.chunks):
-        single = PagedBatch(pool, [one], alone=True).attend(0, q[row : row + 1], kv[row : row + 1])
+        single = PagedBatch(pool, [one], alone=True).attend(0, q[row : row + 1], kv[row : row + 1], None)
         assert torch.equal(single[0], together[row])

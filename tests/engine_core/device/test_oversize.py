@@ -13,7 +13,7 @@ import torch
 from coldblock.engine_core.control.plan import BlockMove, Chunk, Direction, SampledToken
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
-from tiny_models import chunk, copy_blocks, make_executor, quantize, run_step, save_tiny
+from tiny_models import chunk, copy_blocks, make_executor, quantize, run_step, save_biased, save_tiny
 
 ASKED = Sampling(temperature=0.0, logprobs=5)
 FORMATS = ["auto", "fp16", "bf16", "int8", "fp8", "fp8_e5m2"]
@@ -22,9 +22,12 @@ TABLE = [11, 3, 7, 20, 5]
 COLD = [6, 2, 9, 0]
 
 
-@pytest.fixture(scope="module", params=["dense", "w4"])
+@pytest.fixture(scope="module", params=["dense", "w4", "k-bias-apart"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "k-bias-apart":
+        save_biased(folder, 400.0)
+        return folder
     save_tiny(folder, "qwen2")
     if request.param == "w4":
         quantize(folder)

@@ -1,0 +1,174 @@
+"""A large K bias costs no quality in any format, and nothing but rounding in the format without any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from coldblock.engine_core.models import k_bias
+from coldblock.engine_core.models.k_bias import KeyBias
+from tiny_models import FP32, chunk, forward, load, make_pool, quantize, save_biased, save_tiny
+from torch import Tensor
+
+TOKENS = [(i * 37 + i * i) % 320 for i in range(400)]
+TABLE = [9, 3, 27, 14, 5, 30, 2, 61, 44, 12, *range(31, 44), 50, 55]
+ONE_BYTE = ("int8", "fp8_e4m3", "fp8_e5m2")
+
+
+def logits(path: Path, kv_format: str, at_once: int = 400) -> Tensor:
+    """Logits of all tokens, fed so many at a time."""
+    decoder = load(path)
+    pool = make_pool(decoder, kv_format=kv_format)
+    starts = range(0, len(TOKENS), at_once)
+    parts = [forward(decoder, pool, [chunk("a", TOKENS[i : i + at_once], i, TABLE)])["a"] for i in starts]
+    return torch.cat(parts)
+
+
+def divergence(wanted: Tensor, got: Tensor) -> float:
+    """Mean Kullback-Leibler divergence per token, in nats."""
+    wanted, got = wanted.double().log_softmax(-1), got.double().log_softmax(-1)
+    return float((wanted.exp() * (wanted - got)).sum(-1).mean())
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One model without K bias, and with one of norm 400 in layer 0."""
+    plain, biased = (tmp_path_factory.mktemp(name) for name in ("plain", "biased"))
+    save_biased(plain, 0.0, request.param)
+    save_biased(biased, 400.0, request.param)
+    return plain, biased
+
+
+@pytest.fixture
+def unsplit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(k_bias, "SPLIT_ABOVE", math.inf)
+
+
+def loss(path: Path, kv_format: str) -> float:
+    """What a format costs this model."""
+    return divergence(logits(path, "fp32"), logits(path, kv_format))
+
+
+@pytest.mark.parametrize("kv_format", ["fp16", "bf16", *ONE_BYTE])
+def test_with_the_bias_apart_a_format_costs_what_it_costs_without_bias(
+    models: tuple[Path, Path], kv_format: str
+) -> None:
+    plain, biased = models
+    assert loss(biased, kv_format) <= 2 * loss(plain, kv_format)
+
+
+@pytest.mark.usefixtures("unsplit")
+@pytest.mark.parametrize("kv_format", ["fp16", "bf16", *ONE_BYTE])
+def test_with_the_bias_stored_it_costs_twenty_times_as_much(models: tuple[Path, Path], kv_format: str) -> None:
+    plain, biased = models
+    assert loss(biased, kv_format) >= 20 * loss(plain, kv_format)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 400])
+def test_exact_but_for_rounding(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    apart = logits(models[1], "fp32", at_once)
+    monkeypatch.setattr(k_bias, "SPLIT_ABOVE", math.inf)
+    torch.testing.assert_close(apart, logits(models[1], "fp32"), atol=2e-4, rtol=1e-4)
+
+
+def test_rows_of_several_lengths_in_one_pass(models: tuple[Path, Path]) -> None:
+    """Each sequence's K gets the bias of its own positions, whatever the company's lengths."""
+    decoder = load(models[1])
+    lengths, pool = {"a": 100, "b": 70, "c": 3, "d": 33}, make_pool(decoder)
+    tables = {name: range(8 * i, 8 * i + 8) for i, name in enumerate(lengths)}
+    forward(decoder, pool, [chunk(name, TOKENS[:n], 0, tables[name]) for name, n in lengths.items()])
+    rows = [chunk(name, TOKENS[n : n + 1], n, tables[name]) for name, n in lengths.items()]
+    got, wanted = forward(decoder, pool, rows), logits(models[1], "fp32")
+    for name, n in lengths.items():
+        torch.testing.assert_close(got[name][0], wanted[n], atol=2e-4, rtol=1e-4)
+
+
+def test_the_rotary_table_may_end_inside_a_block(models: tuple[Path, Path]) -> None:
+    """A block's last slots may lie behind the last position that the model knows."""
+    decoder = load(models[1], replace(FP32, positions=19))
+    pool = make_pool(decoder)
+    forward(decoder, pool, [chunk("a", TOKENS[:18], 0, [4, 2])])
+    got = forward(decoder, pool, [chunk("a", TOKENS[18:19], 18, [4, 2])])["a"]
+    torch.testing.assert_close(got[0], logits(models[1], "fp32")[18], atol=2e-4, rtol=1e-4)
+
+
+def test_which_layers_are_split(models: tuple[Path, Path]) -> None:
+    plain, biased = (load(path) for path in models)
+    assert k_bias.split_layers(plain.layers) == [None, None]
+    first, second = k_bias.split_layers(biased.layers)
+    assert first is not None
+    assert (first.shape, first.dtype, second) == ((2, 16), torch.float32, None)
+    assert float(first.norm()) == pytest.approx(400)
+    assert biased.layers[0].key_bias.ratio > 100
+
+
+def test_four_bit_weights_are_measured_as_what_they_stand_for(tmp_path: Path) -> None:
+    save_biased(tmp_path, 60.0)
+    plain = load(tmp_path).layers[0].key_bias
+    quantize(tmp_path)
+    packed = load(tmp_path).layers[0].key_bias
+    assert packed.ratio == pytest.approx(plain.ratio, rel=0.02)
+    assert packed.apart is not None
+    torch.testing.assert_close(packed.apart, plain.apart)
+
+
+def test_the_signal_is_what_k_is_without_bias() -> None:
+    torch.manual_seed(0)
+    weight, norm, bias = torch.randn(32, 256) * 0.3, torch.rand(256) * 2, torch.linspace(-90, 5, 32)
+    x = torch.randn(4000, 256)
+    keys = (x / x.square().mean(-1, keepdim=True).sqrt() * norm) @ weight.t()
+    found = k_bias.measure(weight, bias, norm, 16, may_split=True)
+    assert found.signal == pytest.approx(float(keys.square().mean().sqrt()), rel=0.02)
+    assert found.loudest == pytest.approx(float(keys.square().mean(0).sqrt().amax()), rel=0.05)
+    assert found.largest == 90
+    assert found.apart is not None
+    assert found.apart.equal(bias.view(2, 16))
+
+
+@pytest.mark.parametrize(("ratio", "split"), [(15.9, False), (16.1, True)])
+def test_the_ratio_decides(ratio: float, split: bool) -> None:
+    weight, norm = torch.full((4, 64), 1 / 8.0), torch.ones(64)  # a signal of 1
+    bias = torch.tensor([1.0, -ratio, 0.0, 2.0])
+    assert (k_bias.measure(weight, bias, norm, 4, may_split=True).apart is not None) is split
+    assert k_bias.measure(weight, bias, norm, 4, may_split=False).apart is None
+
+
+def keys(*layers: tuple[float, float, float, bool]) -> Sequence[KeyBias]:
+    return [KeyBias(a, b, c, torch.zeros(1, 2) if apart else None) for a, b, c, apart in layers]
+
+
+@pytest.mark.parametrize("kv_format", ONE_BYTE)
+def test_a_bias_that_is_stored_in_one_byte_is_told_with_numbers(kv_format: str) -> None:
+    text = k_bias.misfit(keys((4, 1, 1, False), (145, 5, 7, False), (100, 5, 7, False)), kv_format)  # type: ignore[arg-type]
+    assert text is not None
+    assert "in 2 of 3 layers" in text
+    assert "in layer 1 up to 145 against a signal of 5.0" in text
+    assert kv_format in text
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16", *ONE_BYTE])
+def test_nothing_is_told_where_the_bias_is_apart(kv_format: str) -> None:
+    assert k_bias.misfit(keys((4, 1, 1, False), (1145, 5, 7, True)), kv_format) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
+def test_wide_formats_hold_a_stored_bias(kv_format: str) -> None:
+    assert k_bias.misfit(keys((145, 5, 7, False)), kv_format) is None  # type: ignore[arg-type]
+
+
+def test_k_beyond_what_e4m3_holds_is_told() -> None:
+    loud = keys((0, 20, 40, False), (0, 60, 150, False))
+    text = k_bias.misfit(loud, "fp8_e4m3")
+    assert text is not None
+    assert "K of layer 1 reaches 600" in text
+    assert k_bias.misfit(loud, "int8") is None
+    assert k_bias.misfit(loud, "fp8_e5m2") is None
+
+
+def test_a_model_without_bias_has_nothing_apart(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    assert [layer.key_bias.largest for layer in load(tmp_path).layers] == [0.0, 0.0]

@@ -1,0 +1,135 @@
+"""What KV formats cost: figures against a plain computation, the embedded model's bars, what the command says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from coldblock.tools import eval_kv
+from coldblock.tools.kv_quality import compare
+from tiny_models import chunk, forward, load, make_executor, make_pool, save_biased, save_tiny
+from tiny_tokenizer import write_tiny_tokenizer
+from tokenizers import Tokenizer
+
+MOST_KL = {"int8": 0.0012, "fp8_e4m3": 0.012, "fp8_e5m2": 0.045}
+WINDOWS = [[(i * 37 + i * i) % 320 for i in range(300)], [(i * 11) % 320 for i in range(90)]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_tiny(tmp_path)
+    write_tiny_tokenizer(tmp_path)
+    return tmp_path
+
+
+def run(model: Path, *flags: str) -> Any:
+    """The results that the command writes."""
+    out = model / "out"
+    assert eval_kv.main(["kv", str(model), "--out", str(out), "--threads", "1", *flags]) == 0
+    assert (out / "bench-eval-kv.png").stat().st_size > 1000
+    return json.loads((out / "bench-eval-kv.json").read_text())["results"]
+
+
+def test_the_embedded_model_keeps_its_quality(embedded_model: Path) -> None:
+    """On the text's first tokens; all of it is measured in docs/results."""
+    ids = Tokenizer.from_file(str(embedded_model / "tokenizer.json")).encode(eval_kv.TEXT.read_text()).ids
+    assert len(ids) >= 4000
+    executor = make_executor(embedded_model, compute_dtype="fp32", max_model_len=512)
+    found = compare(executor, [ids[:512]], 512, ["int8", "fp8_e4m3", "fp8_e5m2"])
+    for quality in found:
+        most = MOST_KL[quality.kv_format]
+        assert most / 20 < quality.mean_kl <= most, quality
+        assert quality.mean_kl < quality.p99_kl
+        assert quality.perplexity < 40
+    assert [quality.bytes_per_token for quality in found] == [11880, 11520, 11520]
+
+
+def test_figures_are_those_of_a_plain_computation(model: Path) -> None:
+    """In pieces and out of order in the pool, or at once: perplexity, KL and agreement are the same."""
+    found = {q.kv_format: q for q in compare(make_executor(model), WINDOWS, 300, ["fp16", "fp8_e5m2"])}
+    decoder, kl, losses, same = load(model), [], [], []
+    for window in WINDOWS:
+        logits = {}
+        for name in ("fp16", "fp8_e5m2"):
+            pool = make_pool(decoder, kv_format=name)
+            logits[name] = forward(decoder, pool, [chunk("a", window, 0, range(30))])["a"].double()
+        wanted, got = (logits[name].log_softmax(-1) for name in ("fp16", "fp8_e5m2"))
+        kl.append((wanted.exp() * (wanted - got)).sum(-1))
+        losses.append(F.nll_loss(got[:-1], torch.tensor(window[1:]), reduction="none"))
+        same.append(wanted.argmax(-1) == got.argmax(-1))
+    quality = found["fp8_e5m2"]
+    assert quality.mean_kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
+    assert quality.p99_kl == pytest.approx(float(torch.cat(kl).quantile(0.99)), rel=1e-3)
+    assert quality.perplexity == pytest.approx(math.exp(float(torch.cat(losses).mean())), rel=1e-5)
+    assert quality.top1_agreement == pytest.approx(float(torch.cat(same).double().mean()), abs=0.006)
+    assert (found["fp16"].mean_kl, found["fp16"].top1_agreement) == (0.0, 1.0)
+
+
+def test_the_command_writes_what_it_prints(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "text").write_text("To be read, one byte a token. " * 10)
+    found = run(model, "--text", str(model / "text"), "--formats", "int8,fp8,e4m3,fp16", "--window=64", "--windows=2")
+    assert (found["tokens"], found["windows"]) == (128, 2)
+    assert [entry["kv_format"] for entry in found["formats"]] == ["int8", "fp8_e4m3", "fp16"]
+    int8, _, fp16 = found["formats"]
+    assert (int8["bytes_per_token"], fp16["bytes_per_token"]) == (2 * 2 * 2 * (16 + 2), 2 * 2 * 2 * 32)
+    assert int8["tokens_in_pool"] == (1024 << 20) // 144
+    assert 0 == fp16["mean_kl"] < int8["mean_kl"] < 0.1
+    printed = capsys.readouterr().out
+    assert "128 tokens" in printed
+    assert f"{int8['perplexity']:.3f}" in printed
+    assert f"{int8['tokens_in_pool']:,}" in printed
+
+
+def test_a_k_bias_kept_apart_is_seen_by_the_command(tmp_path: Path) -> None:
+    """It runs what the engine runs."""
+    save_biased(tmp_path, 400.0)
+    write_tiny_tokenizer(tmp_path)
+    found = run(tmp_path, "--formats", "int8", "--window", "128", "--windows", "1")
+    assert 0 < found["formats"][0]["mean_kl"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--formats", "int8,int3"], ["--formats", "int3", "fp8_e5m2"]),
+        (["--formats", "auto"], ["--formats", "auto"]),
+        (["--window", "513"], ["--window", "513", "at most 512"]),
+        (["--window=64", "--text", "/nowhere/text"], ["--text", "/nowhere/text"]),
+        (["--window=64", "--text", "{model}/one"], ["--text", "1 tokens", "at least 2"]),
+    ],
+)
+def test_wrong_settings_are_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: list[str]
+) -> None:
+    (model / "one").write_text("x")
+    arguments = ["kv", str(model), *[flag.format(model=model) for flag in flags]]
+    try:
+        code = eval_kv.main(arguments)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert all(word in error for word in words)
+
+
+def test_a_model_without_tokenizer_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "tokenizer.json").unlink()
+    assert eval_kv.main(["kv", str(model), "--window=64", "--out", str(model)]) == 1
+    assert "tokenizer.json" in capsys.readouterr().err
+    (model / "tokenizer.json").write_text("{}")
+    assert eval_kv.main(["kv", str(model), "--window=64", "--out", str(model)]) == 1
+    assert "is not a tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["text"], 2), (["--help"], 0)])
+def test_without_a_known_evaluation_it_tells_the_usage(
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert eval_kv.main(arguments) == code
+    assert "usage: coldblock eval kv" in "".join(capsys.readouterr())

@@ -1,0 +1,97 @@
+"""What a KV format does to a model's predictions: the same text through the executor's paged path in several formats.
+
+Owns: the run over a text, and the figures. Does not know: settings, files, how they are shown.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..engine_core.control.plan import Chunk
+from ..engine_core.device.cpu_executor import CpuExecutor
+from ..engine_core.device.kv_pool import KVPool
+from ..engine_core.kv_layout import FormatName
+
+REFERENCE: FormatName = "fp16"
+BLOCK_SIZE = 16
+_CHUNK_TOKENS = 256  # of a prompt at once, so that logits in two formats take little memory
+_ROWS = 64  # of logits at once in fp64
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One format against fp16 KV over a text; KL in nats a token."""
+
+    kv_format: str
+    perplexity: float
+    mean_kl: float
+    p99_kl: float
+    top1_agreement: float
+    bytes_per_token: float
+
+
+@dataclass
+class _Tally:
+    """What is summed up of one format."""
+
+    pool: KVPool
+    kl: list[Tensor] = field(default_factory=list)
+    agreed: list[Tensor] = field(default_factory=list)
+    loss: list[Tensor] = field(default_factory=list)
+
+    def add(self, wanted: Tensor, got: Tensor, following: Tensor) -> None:
+        """Logits [T, V] of the reference and of this format; the tokens that follow, fewer than T at a text's end."""
+        self.agreed.append(wanted.argmax(-1) == got.argmax(-1))
+        for some, ours, after in zip(wanted.split(_ROWS), got.split(_ROWS), _padded(following, len(got)), strict=True):
+            expected, found = some.double().log_softmax(-1), ours.double().log_softmax(-1)
+            self.kl.append((expected.exp() * (expected - found)).sum(-1))
+            self.loss.append(-found[: len(after)].gather(1, after[:, None])[:, 0])
+
+    def quality(self) -> Quality:
+        """All of it as figures."""
+        kl = torch.cat(self.kl)
+        return Quality(
+            kv_format=self.pool.format_name,
+            perplexity=math.exp(float(torch.cat(self.loss).mean())),
+            mean_kl=float(kl.mean()),
+            p99_kl=float(kl.quantile(0.99)),
+            top1_agreement=float(torch.cat(self.agreed).double().mean()),
+            bytes_per_token=self.pool.block_bytes / self.pool.block_size,
+        )
+
+
+def compare(
+    executor: CpuExecutor, windows: Iterable[Sequence[int]], most_tokens: int, formats: Sequence[FormatName]
+) -> list[Quality]:
+    """Every format's figures over windows of up to `most_tokens` token ids, each a sequence of its own."""
+    blocks = -(-most_tokens // BLOCK_SIZE)
+    shape = executor.model_config.kv_shape
+    reference = KVPool(shape, BLOCK_SIZE, REFERENCE, blocks, 0)
+    tallies = [_Tally(KVPool(shape, BLOCK_SIZE, name, blocks, 0)) for name in formats]
+    table = array("i", torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist())
+    for window in windows:
+        for chunk in _chunks(window, table):
+            end = chunk.start + len(chunk.token_ids)
+            following = torch.tensor(window[chunk.start + 1 : end + 1], dtype=torch.int64)
+            wanted = executor.score(chunk, reference)
+            for tally in tallies:
+                same = tally.pool.format_name == REFERENCE
+                tally.add(wanted, wanted if same else executor.score(chunk, tally.pool), following)
+    return [tally.quality() for tally in tallies]
+
+
+def _chunks(window: Sequence[int], table: array[int]) -> Iterator[Chunk]:
+    """A window as a prompt in chunks, each of which reads what the ones before have stored."""
+    for start in range(0, len(window), _CHUNK_TOKENS):
+        yield Chunk("text", array("i", window[start : start + _CHUNK_TOKENS]), start, table, None)
+
+
+def _padded(following: Tensor, count: int) -> Sequence[Tensor]:
+    """The tokens that follow, split as `count` rows of logits are; the last part may be short or empty."""
+    return [following[start : start + _ROWS] for start in range(0, count, _ROWS)]
