@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,6 +193,13 @@ class SwapLog:
         return dict(total)
 
 
+def _moved(events: Sequence[SwapEvent]) -> str:
+    """What the copies of these events came to."""
+    blocks, size = sum(event.blocks for event in events), sum(event.bytes for event in events)
+    copy = human_seconds(sum(event.seconds for event in events))
+    return f"{count_of(blocks, 'block')}, {human_bytes(size)}, copied in {copy}" if blocks else "nothing to copy"
+
+
 class Show:
     """What the reader sees: whole lines only, so that two streams stay readable side by side."""
 
@@ -258,10 +265,10 @@ class Show:
         self._print(self._style.paint(done, "bold", "green" if completed == len(QUESTIONS) else "red"))
         for phase, noun in (("swapped", "swap"), ("resumed", "resume")):
             events = self.swaps.of(phase)
-            blocks, size = sum(event.blocks for event in events), sum(event.bytes for event in events)
-            copy = human_seconds(sum(event.seconds for event in events))
-            moved = f": {count_of(blocks, 'block')}, {human_bytes(size)}, copied in {copy}" if events else ""
+            moved = f": {_moved(events)}" if events else ""
             self._print(f"  {count_of(len(events), noun)}{moved}")
+        if ahead := self.swaps.of("copied_out"):
+            self._print(f"  ahead of need, so that a swap has less to copy: {_moved(ahead)}")
         for label, stall in sorted(self.swaps.stalls().items()):
             self._print(f"  {label} waited {human_seconds(stall)} in CPU memory, then went on where it had stopped")
         if not self.swaps.of("swapped"):

@@ -64,14 +64,18 @@ def count_of(number: int, noun: str) -> str:
 
 def describe_swap(event: SwapEvent, who: str) -> str:
     """One line for a swap event of the request that people know as `who`."""
-    move = f"{count_of(event.blocks, 'block')}, {human_bytes(event.bytes)}"
+    nothing = not event.blocks  # what has a copy gives its place up at once, and what is still there need not come back
+    move = "nothing to copy" if nothing else f"{count_of(event.blocks, 'block')}, {human_bytes(event.bytes)}"
+    seconds = human_seconds(event.seconds)
+    took = move if nothing else f"{move} in {seconds}"
+    reason = event.reason.replace("_", "-")
     tiers = f"GPU {event.gpu_used_blocks}/{event.gpu_total_blocks} blocks, CPU {human_bytes(event.cpu_used_bytes)}"
     return {
-        "swapping_out": f"▼ {who} swapping out: {move} to CPU ({event.reason})",
-        "swapped": f"▼ {who} swapped out: {move} in {human_seconds(event.seconds)} · {tiers}",
-        "swapping_in": f"▲ {who} swapping in: {move} back to GPU",
-        "resumed": f"▲ {who} resumed: {move} in {human_seconds(event.seconds)} · {tiers}",
-        "copied_out": f"▽ {move} copied to CPU ({event.reason}) in {human_seconds(event.seconds)} · {tiers}",
-        "copied_in": f"△ {move} copied to GPU ({event.reason}) in {human_seconds(event.seconds)} · {tiers}",
+        "swapping_out": f"▼ {who} swapping out: {move}{'' if nothing else ' to CPU'} ({reason})",
+        "swapped": f"▼ {who} swapped out: {took} · {tiers}",
+        "swapping_in": f"▲ {who} swapping in: {move}{'' if nothing else ' back to GPU'}",
+        "resumed": f"▲ {who} resumed: {took} · {tiers}",
+        "copied_out": f"▽ {move} copied to CPU ({reason}) in {seconds}",
+        "copied_in": f"△ {move} copied to GPU ({reason}) in {seconds}",
         "rejected": f"✗ {who} not swapped: {event.detail or 'no room in the CPU tier'}",
     }[event.phase]

@@ -1,21 +1,12 @@
-"""One tier's slots: which are free, and which hold content that may be given up, in which order.
+"""One tier's slots: which are free.
 
-Owns: the free list, and the shelves of blocks whose slot may be taken. Does not know: why a block stands on a shelf,
-what becomes of its content, tokens or requests.
+Owns: the free list. Does not know: blocks, or what the slots that are not free hold.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .swap import Block
-
-Shelf = OrderedDict["Block", None]
-"""Blocks in an order; the first is the first whose slot is given up."""
 
 
 class PoolExhausted(RuntimeError):
@@ -58,7 +49,7 @@ class BlockPool:
         """A slot holds nothing any more."""
         self._free.append(slot)
 
-    def use(self, shelves: Iterable[Shelf], in_flight: int) -> PoolUse:
+    def use(self, shelves: Iterable[Sized], in_flight: int) -> PoolUse:
         """The slots by state, given what stands on shelves and what copies touch."""
         cached = sum(len(shelf) for shelf in shelves)
         return PoolUse(self.total, self.total - self.free - cached - in_flight, cached, in_flight, self.free)

@@ -60,16 +60,30 @@ class Copies:
     def wait_for_loads(self, request: Request) -> None:
         """Nor before all copies that bring its blocks in have, whoever began them."""
         arriving = [block.move for block in request.hot if block.residency is Residency.COPYING_IN]
-        request.copied = Copied(len(arriving))
+        request.copied = Copied(sum(move is not None and move.request is request for move in arriving))
         for move in dict.fromkeys(arriving):
             if move is not None:
                 self.wait_for(request, move)
 
     def stop_waiting(self, request: Request) -> None:
         """The request awaits no copy any more; they go on."""
+        if request.awaits:
+            self.tell_ended(request)
         for move in request.awaits:
             move.waiting.remove(request)
         request.awaits = []
+
+    def tell_ended(self, request: Request) -> None:
+        """Its way out or back is cut short, so it is not told as a whole: tell of its copies that went well."""
+        for move, done in request.copied.ended:
+            self._journal.copied_aside(move, done)
+        request.copied = Copied()
+
+    def disown(self, request: Request) -> None:
+        """The request's usage is told now: what is still being copied for it is nobody's."""
+        for move in self._tiers.moves.values():
+            if move.request is request:
+                move.request = None
 
     def end(self, done: MoveDone) -> Ended:
         """A copy has ended, well or badly: the blocks settle where they are now, and it is counted and told."""
@@ -82,14 +96,17 @@ class Copies:
             move = self._tiers.fail(done.move_id)
             self._journal.copy_failed(move, done.error)
         awaited = request is not None and request in move.waiting
-        if done.error is None and not (awaited and request is not None and request.state is not State.LOADING):
-            self._journal.copied_aside(move, done)  # else it is part of a way out or back, which is told as a whole
+        if done.error is None and awaited and request is not None and request.state is not State.LOADING:
+            request.copied.ended.append((move, done))  # part of a way out or back, which is told as a whole
+        elif done.error is None:
+            self._journal.copied_aside(move, done)
         ready = []
         while move.waiting:
             waiting = move.waiting.pop()
             waiting.awaits.remove(move)
-            waiting.copied.seconds += done.seconds
-            waiting.copied.queued_s = max(waiting.copied.queued_s, done.queued_s)
+            if waiting is request:  # else it is told of, and counted, as the other's
+                waiting.copied.seconds += done.seconds
+                waiting.copied.queued_s = max(waiting.copied.queued_s, done.queued_s)
             waiting.copied.error = waiting.copied.error or done.error
             if not waiting.awaits:
                 ready.append(waiting)

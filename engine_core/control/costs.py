@@ -16,16 +16,20 @@ class Speeds:
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._bytes_per_s: dict[Direction, float] = {}
+        self._bytes: dict[Direction, float] = {}  # of a copy
+        self._seconds: dict[Direction, float] = {}
         self._tokens_per_s: float | None = None
         self._queued_s: float | None = None
 
     def copied(self, direction: Direction, blocks: int, seconds: float, queued_s: float) -> None:
-        """A copy took so long, and waited so long before."""
+        """A copy took so long, and waited so long before.
+
+        Bytes and seconds are averaged, not speeds: most copies are of a block or two, whose time is not that of bytes.
+        """
         self._queued_s = _averaged(self._queued_s, queued_s)
         if seconds > 0:
-            speed = blocks * self._block_bytes / seconds
-            self._bytes_per_s[direction] = _averaged(self._bytes_per_s.get(direction), speed)
+            self._bytes[direction] = _averaged(self._bytes.get(direction), blocks * self._block_bytes)
+            self._seconds[direction] = _averaged(self._seconds.get(direction), seconds)
 
     def stepped(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
@@ -41,10 +45,11 @@ class Speeds:
         """Copying so many blocks, and the wait before; the other direction's speed will do while this one's is not
         known.
         """
-        speed = self._bytes_per_s.get(direction) or next(iter(self._bytes_per_s.values()), None)
-        if speed is None or self._queued_s is None:
+        known = direction if direction in self._seconds else next(iter(self._seconds), None)
+        if known is None or self._queued_s is None:
             return None
-        return self._queued_s + blocks * self._block_bytes / speed if blocks else 0.0
+        seconds_a_byte = self._seconds[known] / self._bytes[known]
+        return self._queued_s + blocks * self._block_bytes * seconds_a_byte if blocks else 0.0
 
 
 def _averaged(before: float | None, new: float) -> float:

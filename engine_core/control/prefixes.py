@@ -52,17 +52,19 @@ class Prefixes:
         return list(takewhile(lambda block: block.copied, self._tiers.index.match(request.digests[:full])))
 
     def rematch(self, request: Request) -> None:
-        """Blocks that are away and that others have computed as well need not be copied: share theirs."""
+        """Blocks that are away and that others have computed as well need not be copied: share theirs.
+
+        A block that the index does not name is not offered to it anew: it may hold what a failed request computed.
+        """
         if not self._enabled:
             return
         index, full = self._tiers.index, min(len(request.digests), request.computed_tokens // self._block_size)
         for position in range(request.cold, full):
-            block, digest = request.blocks[position], request.digests[position]
+            block = request.blocks[position]
             if block.digest is not None or block.residency is not Residency.CPU:
                 continue
-            index.insert(digest, block)
-            holder = index.holder(digest)
-            if holder is not None and holder is not block:
+            holder = index.holder(request.digests[position])
+            if holder is not None:
                 self._tiers.own(holder)
                 request.blocks[position] = holder
                 self._tiers.release([block], used=False)

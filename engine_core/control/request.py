@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from .sampling import Sampling
 
 if TYPE_CHECKING:
+    from .plan import MoveDone
     from .swap import Block, Move
     from .updates import SwapReason
 
@@ -90,7 +91,7 @@ class IllegalTransition(RuntimeError):
 
 @dataclass(slots=True)
 class Copied:
-    """What the copies that one change of a request's state takes came to.
+    """What the request's own copies for one change of its state came to; others may bring blocks that it shares.
 
     They have one direction, so they ran one after another: durations add up, and the longest wait covers the others.
     """
@@ -99,6 +100,7 @@ class Copied:
     seconds: float = 0.0
     queued_s: float = 0.0
     error: str | None = None
+    ended: list[tuple[Move, MoveDone]] = field(default_factory=list)  # its own ones that went well
 
 
 @dataclass(slots=True, eq=False)

@@ -82,6 +82,7 @@ __all__ = ["Refusal", "Scheduler", "SchedulerConfig"]
 
 MAX_TIMES_LEFT = 8  # after so many, a request leaves for the growth of others only when no other is left
 MAX_COPY_FAILURES = 3  # after so many in a row, a request's KV is recomputed instead of copied
+MOST_RESUMES = 16  # of one plan: what room they need is summed up anew for each, and steps wait for the plan
 AGING_S = 10.0  # so long must a request wait to pass one that has a priority of 1 more
 
 
@@ -335,8 +336,9 @@ class Scheduler:
         They need no seat: while somebody is swapped out nobody new comes in but the one newcomer whose seat was free
         before, so that running and swapped requests together never exceed `max_num_seqs`.
         """
-        while ready := [request for request in self._swapped.values() if request.state is State.SWAPPED]:
-            if not self._bring_back(self._resume_order.choose(ready), now):
+        for _ in range(MOST_RESUMES):
+            ready = [request for request in self._swapped.values() if request.state is State.SWAPPED]
+            if not ready or not self._bring_back(self._resume_order.choose(ready), now):
                 return
 
     def _bring_back(self, request: Request, now: float) -> bool:
@@ -538,11 +540,11 @@ class Scheduler:
         for request in ended.ready:
             self._copies_ended(request, now)
         owner, reason = ended.move.request, ended.move.reason
-        if done.error is None:
+        if reason == "write_behind":
+            self._write_behind.ended(done.error is None, now)
+        elif done.error is None:
             if owner is not None and reason == "oversize":
                 owner.copy_failures = 0
-        elif reason == "write_behind":
-            self._write_behind.pause(now)
         elif owner is not None and not ended.awaited:
             self._fail_copy(owner, now)
             if reason == "oversize" and owner.copy_failures >= MAX_COPY_FAILURES and owner.state in RUNS:
@@ -564,7 +566,8 @@ class Scheduler:
 
     def _copies_failed(self, request: Request, error: str, now: float) -> None:
         """Out: the request goes on where it was, if it still has all its blocks. In: it is tried again, a few times."""
-        state, request.copied = request.state, Copied()
+        state = request.state
+        self._copies.tell_ended(request)
         if state is State.SWAPPING_OUT and all(block.readable for block in request.hot):
             request.copy_failures += 1
             request.on(Event.OUT_FAILED)
@@ -674,6 +677,7 @@ class Scheduler:
         if request.state is State.WAITING:
             self._waiting.remove(request)
         self._take_blocks(request)
+        self._copies.disown(request)
         request.on(Event.FINISH)
         request.end_stall(now)
         if request is self._favoured:

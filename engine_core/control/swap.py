@@ -6,6 +6,7 @@ copied; completions may come many steps later, in any order, or as failures.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING
 from .plan import BlockMove, Direction
 
 if TYPE_CHECKING:
-    from .block_pool import Shelf
     from .request import Request
     from .updates import SwapReason
 
 NO_SLOT = -1
+Shelf = OrderedDict["Block", None]
+"""Blocks whose slot may be given up, in that order."""
 
 
 class Residency(Enum):

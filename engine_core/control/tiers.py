@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from .block_pool import BlockPool, PoolExhausted, PoolUse, Shelf
+from .block_pool import BlockPool, PoolExhausted, PoolUse
 from .plan import Direction
 from .prefix_index import PrefixIndex
 from .request import Request
-from .swap import NO_SLOT, Block, BlockEvent, Move, Residency
+from .swap import NO_SLOT, Block, BlockEvent, Move, Residency, Shelf
 from .updates import SwapReason
 
 

@@ -21,7 +21,7 @@ COPY_BYTES = 32 << 20  # about so much is copied at a time: a copy that is neede
 MOVES = 4  # at a time
 YOUNGEST = 16  # of so many running requests blocks are copied
 LEAST = 16  # blocks of theirs, as a copy costs the step that begins it as much whatever its size
-PAUSE_S = 1.0  # after such a copy has failed
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 64.0  # after such a copy has failed: each time twice as long
 
 
 class WriteBehind:
@@ -45,10 +45,15 @@ class WriteBehind:
         self._most_blocks = max(1, COPY_BYTES // config.block_bytes)
         self._least_blocks = min(LEAST, config.num_gpu_blocks // LEAST)
         self._not_before = 0.0
+        self._failures = 0  # in a row
 
-    def pause(self, now: float) -> None:
-        """A copy ahead of need has failed."""
-        self._not_before = now + PAUSE_S
+    def ended(self, well: bool, now: float) -> None:
+        """A copy ahead of need has ended."""
+        if well:
+            self._failures = 0
+        else:
+            self._not_before = now + min(PAUSE_S * 2**self._failures, LONGEST_PAUSE_S)
+            self._failures += 1
 
     def begin(self, now: float) -> None:
         """Copy the coldest full blocks that have no copy, while the pool fills up and the link has nothing to do."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from torch import Tensor
 from ...kernels import reference
 from ..kv_layout import FormatName, has_one_byte_elements
 from .w4a16 import W4Weight
-
-if TYPE_CHECKING:
-    from .layers import DecoderLayer
 
 SPLIT_ABOVE = 16.0
 """Ratio of the largest bias to the signal above which a layer's bias is kept apart.
@@ -68,11 +64,6 @@ def measure(weight: Tensor | W4Weight, bias: Tensor | None, norm: Tensor, head_d
     if may_split and whole.ratio > SPLIT_ABOVE:
         return whole
     return KeyBias(whole.largest, signal, loudest, None)
-
-
-def split_layers(layers: Sequence[DecoderLayer[Any]]) -> list[Tensor | None]:
-    """Per layer what is to be rotated and added when its K is read: fp32 [G, D], None: nothing."""
-    return [layer.key_bias.apart for layer in layers]
 
 
 def rotated(bias: Tensor, rotary: Tensor) -> KeyOffsets:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
-from coldblock.engine_core.control.updates import Counters, FinishedUpdate, TokenUpdate
+from coldblock.engine_core.control.updates import Counters
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.cuda_executor import CudaExecutor
 from cuda_on_cpu import emulate
+from scheduled_answers import finish
 from tiny_models import save_tiny
 
 DELAY = "COLDBLOCK_TEST_COPY_DELAY_STEPS"
@@ -66,20 +67,7 @@ def answers_of(
     )
     for index, prompt in enumerate(prompts):
         scheduler.add(str(index), prompt, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
-    answers: list[list[int]] = [[] for _ in prompts]
-    in_flight = 0
-    while scheduler.has_work():
-        plan = scheduler.plan()
-        if plan is not None:
-            executor.begin_step(plan)
-            in_flight += 1
-        if in_flight > (0 if plan is None else executor.steps_ahead):
-            scheduler.apply(executor.complete_step())
-            in_flight -= 1
-        for update in scheduler.drain():
-            if isinstance(update, TokenUpdate):
-                answers[int(update.request_id)].append(update.token.token_id)
-            assert not isinstance(update, FinishedUpdate) or update.reason == "length", update
+    answers = finish(scheduler, executor)
     executor.close()
     return answers, scheduler.counters
 

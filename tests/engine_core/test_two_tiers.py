@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
-from coldblock.engine_core.control.updates import Counters, FinishedUpdate, TokenUpdate
+from coldblock.engine_core.control.updates import Counters
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.cuda_executor import CudaExecutor
 from cuda_on_cpu import emulate
+from scheduled_answers import finish
 from tiny_models import save_tiny
 
 DELAY = "COLDBLOCK_TEST_COPY_DELAY_STEPS"
@@ -84,27 +85,6 @@ def serve(
             scheduler.add(str(index), prompt, Sampling(max_tokens=new, temperature=0.0, ignore_eos=True))
         answers.append(finish(scheduler, executor))
     return answers, scheduler.counters
-
-
-def finish(scheduler: Scheduler, executor: AnyExecutor) -> list[list[int]]:
-    """All answers; nothing is left in use in either tier."""
-    answers: list[list[int]] = [[] for _ in scheduler.requests()]
-    in_flight = 0
-    while scheduler.has_work():
-        plan = scheduler.plan()
-        if plan is not None:
-            executor.begin_step(plan)
-            in_flight += 1
-        if in_flight > (0 if plan is None else executor.steps_ahead):
-            scheduler.apply(executor.complete_step())
-            in_flight -= 1
-        for update in scheduler.drain():
-            if isinstance(update, TokenUpdate):
-                answers[int(update.request_id)].append(update.token.token_id)
-            assert not isinstance(update, FinishedUpdate) or update.reason == "length"
-    gpu, cpu = scheduler.gpu_use(), scheduler.cpu_use()
-    assert (gpu.used, gpu.in_flight, cpu.used, cpu.in_flight) == (0, 0, 0, 0)
-    return answers
 
 
 def prompts_of(count: int, seed: int) -> list[list[int]]:

@@ -154,6 +154,9 @@ class Harness:
         assert self.scheduler.requests() == [] and self.finished.keys() == self.asked.keys()
         for request_id in self.finished:
             self.check_end(request_id)
+        counters, ended = self.scheduler.counters, ("swapped", "resumed", "copied_out", "copied_in")
+        told = sum(swap.blocks for swap in self.swaps if swap.phase in ended)
+        assert told == counters.offload_blocks + counters.reload_blocks, "a copy was told of never, or twice"
 
     def check_end(self, request_id: str) -> None:
         """Compare a finished request with what its prompt and sampling alone determine."""

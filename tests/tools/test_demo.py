@@ -72,6 +72,20 @@ def test_every_phase_has_its_line() -> None:
     assert "3 blocks, 1.7 MiB to CPU (growth)" in lines["swapping_out"]
     assert "back to GPU" in lines["swapping_in"]
     assert "no room in the CPU tier" in lines["rejected"]
+    ahead = describe_swap(swap_event(phase="copied_out", reason="write_behind"), "A")
+    assert ahead == "▽ 3 blocks, 1.7 MiB copied to CPU (write-behind) in 1.50 ms"
+
+
+def test_a_swap_that_needs_no_copy_says_so(show: demo.Show, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not "0 blocks, 0 B in 0.00 ms": the copies were made before, or the blocks are still where they were."""
+    for phase in ("swapping_out", "swapped", "swapping_in", "resumed"):
+        show.swap(swap_event("x", phase, blocks=0, bytes=0, seconds=0.0))
+    show.swap(swap_event("x", "copied_out", reason="write_behind"))
+    show.summary(2)
+    shown = capsys.readouterr().out
+    assert shown.count("nothing to copy") == 6 and "0 blocks" not in shown and "0 B" not in shown
+    assert "1 swap: nothing to copy" in shown
+    assert "ahead of need, so that a swap has less to copy: 3 blocks, 1.7 MiB, copied in 1.50 ms" in shown
 
 
 class Server(BaseHTTPRequestHandler):

@@ -149,6 +149,14 @@ def test_it_weighs_who_is_held_up(work: Work, recompute: bool) -> None:
     assert Cheaper().recompute(work, speeds) is recompute
 
 
+def test_small_copies_do_not_hide_what_a_large_one_takes() -> None:
+    """Each takes 1 ms, and 0.1 ms a block: ten of one block, then one of a hundred, which took 11 ms."""
+    speeds = Speeds(block_bytes=1000)
+    for blocks in [*[1] * 10, 100]:
+        speeds.copied(Direction.OUT, blocks, 0.001 + 0.0001 * blocks, 0.0)
+    assert 0.010 < (speeds.copy_s(Direction.OUT, 100) or 0) < 0.017
+
+
 def test_speeds_are_averages_of_what_was_measured() -> None:
     speeds = Speeds(block_bytes=1000)
     speeds.copied(Direction.OUT, 10, 0.1, 0.0)

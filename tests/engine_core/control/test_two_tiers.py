@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from array import array
+from collections import Counter
 
 import pytest
 from coldblock.engine_core.control.plan import Direction
 from coldblock.engine_core.control.request import State
-from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES
+from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, MOST_RESUMES
 from coldblock.engine_core.control.swap import Block, Residency
 from coldblock.engine_core.control.write_behind import LEAST, PAUSE_S
 from fake_executor import COPY_SECONDS, QUEUED_SECONDS
@@ -103,6 +105,22 @@ def test_what_a_failed_request_computed_is_found_in_neither_tier() -> None:
     assert harness.finished["clean"].cached_tokens == 0
 
 
+def test_many_come_back_a_few_in_a_plan() -> None:
+    """Each of them takes time to plan, and a step waits for the plan."""
+    harness = Harness(num_gpu_blocks=60, num_cpu_blocks=200, max_num_seqs=64)
+    for index in range(40):
+        harness.add(f"small{index}", range(index, index + 5), 40)
+    harness.run_until(lambda: all(harness.tokens[f"small{index}"] for index in range(40)))
+    harness.add("large", range(800), 2, priority=9)
+    harness.run_until(lambda: "large" in harness.finished)
+    assert harness.scheduler.swapped > 2 * MOST_RESUMES
+    while harness.scheduler.swapped:
+        before = len(harness.phases("swapping_in"))
+        harness.step()
+        assert len(harness.phases("swapping_in")) - before <= MOST_RESUMES
+    harness.run()
+
+
 # ---------------------------------------------------------------- copies ahead of need
 
 
@@ -142,6 +160,13 @@ def test_after_a_failed_copy_ahead_of_need_there_is_a_pause() -> None:
     harness.run()
     failed = harness.scheduler.counters.offload_failed
     assert 1 <= failed <= 1 + 0.01 * 50 / PAUSE_S
+
+
+def test_pauses_grow_while_copies_ahead_of_need_go_on_failing() -> None:
+    harness = Harness(num_gpu_blocks=130, num_cpu_blocks=130, write_behind_above=0.0, fails=lambda move: True)
+    harness.add("long", range(5), 2000)
+    harness.run()
+    assert 2 <= harness.scheduler.counters.offload_failed <= 6, "a step takes 0.01 s: at 0, 1, 3, 7 and 15 s"
 
 
 def test_copies_ahead_of_need_end_though_the_cpu_tier_is_smaller_than_what_is_cached() -> None:
@@ -236,3 +261,49 @@ def test_priority_is_worth_waiting_time_and_no_more() -> None:
     harness.add("later and more urgent", range(60, 70), 1, priority=2)
     harness.run()
     assert list(harness.finished) == ["running", "later and more urgent", "patient", "late but urgent"]
+
+
+def test_a_failed_requests_prefix_is_not_found_again_when_another_comes_back_with_it() -> None:
+    harness = Harness(num_gpu_blocks=14, prefix_cache=True)
+    harness.add("one", range(300, 340), 90)
+    harness.add("two", range(400, 440), 90)
+    harness.add("bad", [*range(32), 100], 60)
+    harness.run_until(lambda: len(harness.tokens["bad"]) > 0)
+    harness.add("shares it", [*range(32), *range(200, 240)], 60)
+    harness.run_until(lambda: "shares it" in harness.phases("swapped"))
+    harness.executor.failing.add("bad")
+    harness.run_until(lambda: "shares it" in harness.phases("resumed"))
+    assert harness.finished["bad"].reason == "error" and harness.scheduler.counters.reload_blocks >= 2
+    harness.add("same prefix", [*range(32), 300], 4)
+    harness.run()
+    assert harness.finished["same prefix"].cached_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_copies_that_are_told_of_add_up_to_usage_and_counters(seed: int) -> None:
+    """Whatever is shared, fails, is aborted in mid-copy, or outlives its request: told of once, in one name."""
+    rng = random.Random(seed)
+    harness = Harness(
+        delay=lambda move: rng.randrange(6),
+        fails=lambda move: rng.random() < 0.3 * (seed % 2),
+        block_size=4,
+        num_gpu_blocks=rng.choice((6, 12)),
+        num_cpu_blocks=12,
+        prefix_cache=True,
+        write_behind_above=rng.choice((0.0, 0.5)),
+    )
+    for index in range(80):
+        shared, own = [*range(rng.choice((0, 8)))], [100 + rng.randrange(800) for _ in range(1 + rng.randrange(8))]
+        harness.add(f"r{index}", shared + own, 1 + rng.randrange(14), priority=rng.randrange(2))
+        for _ in range(rng.randrange(6)):
+            harness.step()
+        harness.abort(f"r{rng.randrange(8 * index + 8)}")
+    harness.run()
+    told: Counter[str] = Counter()
+    for event in harness.swaps:
+        if event.phase in ("swapped", "resumed", "copied_out", "copied_in"):
+            told[event.request_id] += event.bytes
+    counters, block_bytes = harness.scheduler.counters, harness.config.block_bytes
+    assert told.total() == block_bytes * (counters.offload_blocks + counters.reload_blocks)
+    assert {name: told[name] for name in harness.finished} == {n: e.moved_bytes for n, e in harness.finished.items()}
+    assert counters.requests_swapped > 0

@@ -98,8 +98,8 @@ def test_the_rotary_table_may_end_inside_a_block(models: tuple[Path, Path]) -> N
 
 def test_which_layers_are_split(models: tuple[Path, Path]) -> None:
     plain, biased = (load(path) for path in models)
-    assert k_bias.split_layers(plain.layers) == [None, None]
-    first, second = k_bias.split_layers(biased.layers)
+    assert [layer.key_bias.apart for layer in plain.layers] == [None, None]
+    first, second = [layer.key_bias.apart for layer in biased.layers]
     assert first is not None
     assert (first.shape, first.dtype, second) == ((2, 16), torch.float32, None)
     assert float(first.norm()) == pytest.approx(400)

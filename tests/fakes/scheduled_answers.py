@@ -1,0 +1,28 @@
+"""Scheduler and executor run together until every request has its answer."""
+
+from __future__ import annotations
+
+from coldblock.engine_core.control.scheduler import Scheduler
+from coldblock.engine_core.control.updates import FinishedUpdate, TokenUpdate
+from coldblock.engine_core.device.executor import Executor
+
+
+def finish(scheduler: Scheduler, executor: Executor) -> list[list[int]]:
+    """The answers of requests named "0", "1" and so on; nothing is left in use in either tier."""
+    answers: list[list[int]] = [[] for _ in scheduler.requests()]
+    in_flight = 0
+    while scheduler.has_work():
+        plan = scheduler.plan()
+        if plan is not None:
+            executor.begin_step(plan)
+            in_flight += 1
+        if in_flight > (0 if plan is None else executor.steps_ahead):
+            scheduler.apply(executor.complete_step())
+            in_flight -= 1
+        for update in scheduler.drain():
+            if isinstance(update, TokenUpdate):
+                answers[int(update.request_id)].append(update.token.token_id)
+            assert not isinstance(update, FinishedUpdate) or update.reason == "length", update
+    gpu, cpu = scheduler.gpu_use(), scheduler.cpu_use()
+    assert (gpu.used, gpu.in_flight, cpu.used, cpu.in_flight) == (0, 0, 0, 0)
+    return answers
