@@ -31,9 +31,9 @@ from torch import Tensor
 
 from .checks import ACTIVATIONS, check_multiple, check_tensor
 from .errors import KernelArgumentError
-from .loader import Variant, load
+from .loader import Function, Variant, load
 from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat, stored_keys_and_values
-from .rotated_bias import RotatedBias
+from .rotated_bias import TURNED_ROWS, RotatedBias
 
 DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""
@@ -52,6 +52,7 @@ _FAN = 16  # parts that a node of that tree merges
 _PARTS_OF_LEVELS = (1, _FAN, _FAN**2)  # more need another level
 _PART_FIELDS = 6
 _L2_SHARE = 0.5  # of the L2 cache, for what is read ahead
+_MOST_TURNS_BYTES = 32 << 10  # of shared memory, in a block: every block copies them
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ def paged_decode(
     q fp16 or bf16 [B, H, D]; block_tables int32 [B, max_blocks]; context_lens int32 [B], 0 for a padding row, whose
     output is zeros; out [B, H * D] in q's dtype. `splits.plan` holds the plan for these lengths. Scores are scaled by
     1 / sqrt(D). Tensor cores work in fp16, with a bf16 pool in bf16. `k_bias`: what the pool's K lacks; its scores are
-    as exact as fp32 makes them. Raises KernelArgumentError.
+    about as exact as if an fp16 pool held it. Raises KernelArgumentError.
     """
     check_tensor("q", q, ACTIVATIONS, (("B", None), ("H", None), ("D", pages.head_dim)))
     batch, num_heads = q.shape[0], q.shape[1]
@@ -251,9 +252,12 @@ def paged_decode(
     if k_bias is not None:
         k_bias.check(pages)
     macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8, k_bias is not None)
-    shared_bytes = 0 if k_bias is None else _turns_bytes(pages.head_dim, macros["TILES"])
     kernel = load("paged_decode", **macros)
-    kernel.prefer_l1(macros["BLOCKS_PER_SM"], shared_bytes)
+    blocks, steps = macros["BLOCKS_PER_SM"], 0
+    if k_bias is not None:
+        steps = _turned_steps(kernel, pages.head_dim, blocks, macros["WARPS"] * macros["TILES"] * _TILE)
+    shared_bytes = steps * _turns_bytes(pages.head_dim)
+    kernel.prefer_l1(blocks, shared_bytes)
     kernel.launch(
         (splits.blocks,),
         32 * macros["WARPS"],
@@ -261,17 +265,31 @@ def paged_decode(
             *(q, pages.pool, block_tables, splits.plan),
             *(splits.partials, splits.statistics, splits.counters, out),
             *(batch, splits.plan.numel() // _PART_FIELDS - 1, block_tables.shape[1], num_heads, pages.num_kv_heads),
-            *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), splits.ahead),
-            math.log2(math.e) / math.sqrt(pages.head_dim),
+            *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), _inverse(pages.block_size)),
+            *(splits.ahead, math.log2(math.e) / math.sqrt(pages.head_dim)),
             *(() if k_bias is None else (k_bias.values, k_bias.rotary, len(k_bias.rotary))),
+            *(() if k_bias is None else (k_bias.turns, len(k_bias.turns), steps)),
         ),
         shared_bytes,
     )
 
 
-def _turns_bytes(head_dim: int, tiles: int) -> int:
-    """Of the .cuh's struct Turns."""
-    return head_dim // 16 * (tiles * 2 * 32 * 16 + 4 * 16)
+def _inverse(block_size: int) -> int:
+    """With which the kernel divides: token // block_size is 2 * token * this >> 32."""
+    return -(-(1 << 31) // block_size)
+
+
+def _turns_bytes(head_dim: int) -> int:
+    """Of a step's turns in shared memory: 16 rows."""
+    return _TILE * head_dim * 2
+
+
+@functools.cache
+def _turned_steps(kernel: Function, head_dim: int, blocks: int, stride: int) -> int:
+    """For how many steps of a warp, `stride` tokens apart, there are turns: as many as `blocks` have room for, up to a
+    point."""
+    most = min(_MOST_TURNS_BYTES, kernel.shared_room(blocks)) // _turns_bytes(head_dim)
+    return min(most, 1 + (TURNED_ROWS - _TILE) // stride)
 
 
 def _check_splits(splits: DecodeSplits, batch: int, groups: int, heads: int, head_dim: int) -> None:

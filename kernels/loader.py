@@ -135,6 +135,11 @@ class Function:
             self._kernel.preferred_shared_memory_carveout = min(100, -(-100 * needed // whole))  # rounded up to a size
             self._resident_blocks = resident_blocks
 
+    def shared_room(self, resident_blocks: int) -> int:
+        """Bytes of dynamic shared memory that so many blocks of a multiprocessor may have each."""
+        whole = torch.cuda.get_device_properties(self._device).shared_memory_per_multiprocessor
+        return whole // resident_blocks - _SHARED_PER_BLOCK - self.attribute("shared_size_bytes")
+
     def launch(
         self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...kernels import fused
 from ...kernels.pages import KVPages
-from ...kernels.rotated_bias import RotatedBias
+from ...kernels.rotated_bias import RotatedBias, turns_of
 from .cuda_linears import CudaBuilder, CudaLinear, Scratch
 from .layers import DecoderLayer, rotary_table
 from .registry import ModelConfig
@@ -128,7 +128,10 @@ class CudaDecoder:
         self._final_norm, self._head = parts.final_norm, parts.head
         self._rotary = rotary
         apart = [layer.key_bias.apart for layer in parts.layers]
-        self.k_biases: Sequence[RotatedBias | None] = [None if b is None else RotatedBias(b, rotary) for b in apart]
+        self._turns = rotary.new_empty(0) if all(b is None for b in apart) else turns_of(rotary)
+        self.k_biases: Sequence[RotatedBias | None] = [
+            None if b is None else RotatedBias(b, rotary, self._turns) for b in apart
+        ]
         """Layer by layer, the bias that its linear does not add to K, so that it is added when K is read."""
 
     @property
@@ -137,7 +140,7 @@ class CudaDecoder:
         head = 0 if self.config.tie_word_embeddings else self._head.nbytes
         linears = sum(linear.nbytes for linear in self._linears())
         norms = (2 * len(self._layers) + 1) * self._final_norm.nbytes
-        return self._embedding.nbytes + head + linears + norms + self._rotary.nbytes
+        return self._embedding.nbytes + head + linears + norms + self._rotary.nbytes + self._turns.nbytes
 
     @property
     def scratch_elements(self) -> int:

@@ -1,9 +1,10 @@
-"""A bias of K that drowns what K says."""
+"""A bias of K that drowns what K says, and what an fp16 pool would make of it."""
 
 from __future__ import annotations
 
 import torch
-from coldblock.kernels.rotated_bias import RotatedBias
+from coldblock.kernels.rotated_bias import RotatedBias, turns_of
+from torch import Tensor
 
 
 def large_bias(
@@ -17,4 +18,17 @@ def large_bias(
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     rotary = torch.view_as_real(torch.polar(torch.full_like(angles, factor), angles)).float()
-    return RotatedBias(values.to(device), rotary.contiguous().to(device))
+    rotary = rotary.contiguous().to(device)
+    return RotatedBias(values.to(device), rotary, turns_of(rotary))
+
+
+class RoundedBias(RotatedBias):
+    """For references: K is completed and then rounded as an fp16 pool rounds it."""
+
+    def add_to(self, keys: Tensor, first: int) -> None:
+        RotatedBias.add_to(self, keys, first)
+        keys.copy_(keys.half())
+
+
+def rounded(bias: RotatedBias) -> RoundedBias:
+    return RoundedBias(bias.values, bias.rotary, bias.turns)
