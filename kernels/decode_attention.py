@@ -33,7 +33,7 @@ from .checks import ACTIVATIONS, check_multiple, check_tensor
 from .errors import KernelArgumentError
 from .loader import Function, Variant, load
 from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat, stored_keys_and_values
-from .rotated_bias import TURNED_ROWS, RotatedBias
+from .rotated_bias import TILED_ROWS, RotatedBias
 
 DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""
@@ -268,7 +268,7 @@ def paged_decode(
             *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), _inverse(pages.block_size)),
             *(splits.ahead, math.log2(math.e) / math.sqrt(pages.head_dim)),
             *(() if k_bias is None else (k_bias.values, k_bias.rotary, len(k_bias.rotary))),
-            *(() if k_bias is None else (k_bias.turns, len(k_bias.turns), steps)),
+            *(() if k_bias is None else (k_bias.turns.tiles, len(k_bias.turns.tiles), steps)),
         ),
         shared_bytes,
     )
@@ -289,7 +289,7 @@ def _turned_steps(kernel: Function, head_dim: int, blocks: int, stride: int) -> 
     """For how many steps of a warp, `stride` tokens apart, there are turns: as many as `blocks` have room for, up to a
     point."""
     most = min(_MOST_TURNS_BYTES, kernel.shared_room(blocks)) // _turns_bytes(head_dim)
-    return min(most, 1 + (TURNED_ROWS - _TILE) // stride)
+    return min(most, 1 + (TILED_ROWS - _TILE) // stride)
 
 
 def _check_splits(splits: DecodeSplits, batch: int, groups: int, heads: int, head_dim: int) -> None:

@@ -60,10 +60,11 @@ class _Tile:
 
     def shared_bytes(self, page_format: PageFormat, head_dim: int, biased: bool) -> int:
         """As in the .cu: the queries, K and V twice, or once as they are stored and once converted; what is `biased`
-        has the low halves of K too."""
+        has spins, like the queries, and turns, like K, twice."""
         row = head_dim * 2
         second = {"fp16": row, "bf16": row, "int8": head_dim + 2}.get(page_format, head_dim)
-        return _ASSIGNMENT_BYTES + self.rows * row + self.keys * (2 * (row + second) + biased * row)
+        spins = biased * (self.rows + 2 * self.keys) * row
+        return _ASSIGNMENT_BYTES + self.rows * row + spins + self.keys * 2 * (row + second)
 
 
 # Best first; the first that fits into shared memory is taken. Converting one-byte formats pays off over more rows.
@@ -77,11 +78,18 @@ _TILES_OF_ONE_BYTE = _TILES_OF_TWO_BYTES | {
     96: (_Tile(8, 32, 64, 1),),
     128: (_Tile(8, 32, 64, 1), _Tile(4, 16, 32, 2)),
 }
+_BIASED_TILES = {
+    64: (_Tile(4, 32, 64, 2), _Tile(4, 32, 16, 2)),
+    96: (_Tile(8, 32, 64, 1), _Tile(8, 16, 64, 1), _Tile(8, 16, 16, 1)),
+    128: (_Tile(8, 32, 64, 1), _Tile(8, 16, 64, 1), _Tile(8, 16, 16, 1)),
+    256: (_Tile(8, 16, 32, 1), _Tile(4, 16, 32, 1), _Tile(2, 16, 16, 1)),
+}
 
 
 @functools.cache
 def _tile(page_format: PageFormat, head_dim: int, architecture: str, biased: bool = False) -> _Tile:
-    tiles = _TILES_OF_TWO_BYTES if page_format in ("fp16", "bf16") else _TILES_OF_ONE_BYTE
+    unbiased = _TILES_OF_TWO_BYTES if page_format in ("fp16", "bf16") else _TILES_OF_ONE_BYTE
+    tiles = _BIASED_TILES if biased else unbiased
     limit = _SHARED_KIB[architecture] * 1024
     needs = ((tile, tile.shared_bytes(page_format, head_dim, biased) + 1024) for tile in tiles[head_dim])
     return next(tile for tile, needed in needs if tile.blocks * needed <= limit)
@@ -140,8 +148,8 @@ def paged_prefill(
     the last of them sees the first context_lens[s] keys (int32 [S]), at most `max_context`, which are all in the pool;
     those before see one less each. block_tables int32 [S, max_blocks]. Rows of q from query_starts[S] on are padding:
     their rows of out are left alone. H is any multiple of the pool's KV heads. Sequences with many keys are best put
-    first. `k_bias`: what the pool's K lacks; K with it is not rounded to what one operand holds. Raises
-    KernelArgumentError.
+    first. `k_bias`: what the pool's K lacks; its scores are about as exact as if an fp16 pool held it.
+    Raises KernelArgumentError.
     """
     _check(q, pages, layer, block_tables, query_starts, context_lens, max_context, out, splits, k_bias)
     plan = _plan(q, pages, len(context_lens), max_queries, max_context, splits, k_bias)
@@ -178,12 +186,12 @@ def _launch(
     if not plan.blocks:
         return
     tokens, num_heads, head_dim = q.shape
-    activation_bf16, sequences = int(q.dtype is torch.bfloat16), len(context_lens)
+    activation_bf16, sequences, k_bias = int(q.dtype is torch.bfloat16), len(context_lens), plan.k_bias
     kernel = load(
         "paged_prefill", ACTIVATION_BF16=activation_bf16, KV_FORMAT=FORMAT_NUMBERS[pages.format], HEAD_DIM=head_dim,
-        **plan.tile.macros, **({} if plan.k_bias is None else {"K_BIAS": 1}),
+        **plan.tile.macros, **({} if k_bias is None else {"K_BIAS": 1}),
     )  # fmt: skip
-    bias = () if plan.k_bias is None else (plan.k_bias.values, plan.k_bias.rotary, len(plan.k_bias.rotary))
+    bias = () if k_bias is None else (k_bias.values, k_bias.rotary, len(k_bias.rotary), k_bias.turns.rows)
     parts, levels = (splits.parts, splits.levels) if splits else (None, None)
     kernel.launch(
         (plan.blocks, plan.shares), plan.tile.warps * _WARP,
@@ -192,7 +200,7 @@ def _launch(
             tokens, sequences, num_heads, pages.num_kv_heads, pages.block_size, block_tables.shape[1],
             pages.block_bytes, pages.layer_offset(layer), math.log2(math.e) / math.sqrt(head_dim), *bias,
         ],
-        plan.tile.shared_bytes(pages.format, head_dim, plan.k_bias is not None),
+        plan.tile.shared_bytes(pages.format, head_dim, k_bias is not None),
     )  # fmt: skip
     if plan.shares > 1:
         merge = load("paged_prefill_merge", ACTIVATION_BF16=activation_bf16, HEAD_DIM=head_dim)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...kernels import fused
 from ...kernels.pages import KVPages
-from ...kernels.rotated_bias import RotatedBias, turns_of
+from ...kernels.rotated_bias import RotatedBias, Turns
 from .cuda_linears import CudaBuilder, CudaLinear, Scratch
 from .layers import DecoderLayer, rotary_table
 from .registry import ModelConfig
@@ -128,9 +128,9 @@ class CudaDecoder:
         self._final_norm, self._head = parts.final_norm, parts.head
         self._rotary = rotary
         apart = [layer.key_bias.apart for layer in parts.layers]
-        self._turns = rotary.new_empty(0) if all(b is None for b in apart) else turns_of(rotary)
+        self._turns = None if all(bias is None for bias in apart) else Turns.of(rotary)
         self.k_biases: Sequence[RotatedBias | None] = [
-            None if b is None else RotatedBias(b, rotary, self._turns) for b in apart
+            None if bias is None or self._turns is None else RotatedBias(bias, rotary, self._turns) for bias in apart
         ]
         """Layer by layer, the bias that its linear does not add to K, so that it is added when K is read."""
 
@@ -140,7 +140,8 @@ class CudaDecoder:
         head = 0 if self.config.tie_word_embeddings else self._head.nbytes
         linears = sum(linear.nbytes for linear in self._linears())
         norms = (2 * len(self._layers) + 1) * self._final_norm.nbytes
-        return self._embedding.nbytes + head + linears + norms + self._rotary.nbytes + self._turns.nbytes
+        tables = self._rotary.nbytes + (0 if self._turns is None else self._turns.nbytes)
+        return self._embedding.nbytes + head + linears + norms + tables
 
     @property
     def scratch_elements(self) -> int:

@@ -1,6 +1,8 @@
 // A bias that K as stored lacks: what K is to be added to at which position.
 #pragma once
 
+constexpr float TURN_SCALE = 256.f;  // of turns in half, so that half also holds what they are multiplied with
+
 struct KeyBias {
     const float *values;  // [num_kv_heads, HEAD_DIM]
     const float *rotary;  // [positions, HEAD_DIM / 2, 2]: cos, sin, both times a factor that q has too

@@ -159,7 +159,7 @@ __device__ __forceinline__ int value_offset(const Arguments &arguments) {
 
 __device__ __forceinline__ Tile find_tile(const Arguments &arguments, int sequence, int kv_head, uint32 token) {
     const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
-    const uint32 block = __umulhi(2 * token, arguments.block_size_inverse);  // token / block_size, below 2^31 / block_size
+    const uint32 block = __umulhi(2 * token, arguments.block_size_inverse);  // exact below 2^31 / block_size
     const uint32 row = token - block * arguments.block_size;
     const uint8 *plane = arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes +
                          arguments.layer_offset + kv_head * plane_bytes(arguments.block_size, D);

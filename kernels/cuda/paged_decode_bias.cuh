@@ -16,7 +16,7 @@
 
 struct TurnedBias {
     KeyBias bias;
-    const uint4 *turns;  // [tiles, PRODUCT_STEPS, WARP]: (cos, sin) of rows 0.. as A of the product
+    const uint4 *turns;  // [tiles, PRODUCT_STEPS, WARP]: (cos, sin) times TURN_SCALE of rows 0.. as A of the product
     int tiles, steps;    // steps of a warp that spins serve
 };
 
@@ -115,7 +115,7 @@ __device__ __forceinline__ void begin_spins(Spins &spins, const KeyBias &bias, c
         for (int i = 0; i < PRODUCT_STEPS; i++)
             if (head < heads) z[i] = find_z(bias, first_query + head * D, kv_head, pair_of(i, t));
         const float scale = find_scale(z);
-        if (t == 0) spins.factors[head] = 1.f / scale;
+        if (t == 0) spins.factors[head] = 1.f / (scale * TURN_SCALE);
 #pragma unroll
         for (int i = 0; i < PRODUCT_STEPS; i++) {
             spins.fragments[n][i][lane] = find_spin(bias, times(scale, z[i]), token, pair_of(i, t));
@@ -132,7 +132,7 @@ __device__ __forceinline__ void turn_spins(Spins &spins, const KeyBias &bias, co
     for (int n = 0; n < HEAD_TILES; n++) {
         const int head = 8 * n + g;
         if (head >= heads) continue;
-        const float scale = 1.f / spins.factors[head];
+        const float scale = 1.f / (spins.factors[head] * TURN_SCALE);
 #pragma unroll 1
         for (int i = 0; i < PRODUCT_STEPS; i++) {
             const float4 z = find_z(bias, first_query + head * D, kv_head, pair_of(i, t));

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from coldblock.kernels.rotated_bias import RotatedBias, turns_of
+from coldblock.kernels.rotated_bias import RotatedBias, Turns
 from torch import Tensor
 
 
@@ -19,7 +19,7 @@ def large_bias(
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     rotary = torch.view_as_real(torch.polar(torch.full_like(angles, factor), angles)).float()
     rotary = rotary.contiguous().to(device)
-    return RotatedBias(values.to(device), rotary, turns_of(rotary))
+    return RotatedBias(values.to(device), rotary, Turns.of(rotary))
 
 
 class RoundedBias(RotatedBias):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from coldblock.kernels.prefill_attention import (
     paged_prefill_reference,
 )
 from coldblock.kernels.rotated_bias import RotatedBias
-from large_bias import large_bias
+from large_bias import large_bias, rounded
 from torch import Tensor
 
 FORMATS: tuple[PageFormat, ...] = ("fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2")
@@ -111,11 +111,21 @@ class Case:
         """What the products take."""
         return torch.bfloat16 if self.format == "bf16" else torch.float16
 
-    def expected(self, operands: torch.dtype = torch.float32) -> Tensor:
+    def expected(self, operands: torch.dtype = torch.float32, k_bias: RotatedBias | None = None) -> Tensor:
         return paged_prefill_reference(
             self.q, self.pages, self.layer, self.block_tables, self.query_starts, self.context_lens, operands,
-            self.k_bias,
+            k_bias or self.k_bias,
         )  # fmt: skip
+
+    def check_biased(self, out: Tensor) -> None:
+        """But for a rounding, off by little more than what an fp16 pool that holds K with its bias would be off by."""
+        assert self.k_bias is not None
+        rows = sum(new for new, _ in self.chunks)
+        wanted, kept, found = self.expected()[:rows], self.expected(k_bias=rounded(self.k_bias))[:rows], out[:rows]
+        epsilon = 2.0**-8 if torch.bfloat16 in (self.dtype, self.operands) else 2.0**-11
+        assert out[rows:].isnan().all()
+        relative, allowed = (x / wanted.norm() for x in ((found - wanted).norm(), (kept - wanted).norm()))
+        assert relative < epsilon + 2 * allowed, f"relative error {relative:.2e}; of fp16 {allowed:.2e}"
 
     def check(self, out: Tensor, tolerance: float = 1.0, operands: torch.dtype = torch.float32) -> None:
         """Against the reference, in units of the roundings on the way; padding rows are untouched."""
@@ -178,9 +188,6 @@ def test_bf16_activations(prefill: Prefill, format: PageFormat) -> None:
     case.check(case.run(prefill))
 
 
-# With K of fp16, bias and all, results would be six roundings off here.
-
-
 @pytest.mark.parametrize("positions", [53, 64])
 def test_reference_adds_the_bias_that_k_lacks(positions: int) -> None:
     whole, split = (Case([(3, 50)], "fp16", head_dim=64, device="cpu", heads=(4, 2)) for _ in range(2))
@@ -195,13 +202,36 @@ def test_reference_adds_the_bias_that_k_lacks(positions: int) -> None:
     assert (split.expected() - whole.expected())[:3].norm() > 0.5 * whole.expected()[:3].norm()
 
 
+def test_spins_and_turns_give_what_the_bias_adds() -> None:
+    """As the kernel has them: spins of q and the bias, times the factor, and rows of turns, in half."""
+    bias, q = large_bias(1, 64, 500, "cpu", factor=1.25), torch.randn(8, 64)
+    z = torch.view_as_complex(bias.values.view(-1, 2)).conj() * torch.view_as_complex(q.view(8, -1, 2))
+    spins = torch.view_as_real(z * (bias.rotary[0, 0, 0] / 256)).half().flatten(1)
+    keys = torch.zeros(1, 500, 64)
+    bias.add_to(keys, 0)
+    found, wanted = spins.float() @ bias.turns.rows.float().flatten(1).t(), q @ keys[0].t()
+    assert (found - wanted).norm() < 2 * (q @ keys[0].half().float().t() - wanted).norm()
+
+
+@gpu
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_bias_at_another_position_is_told_from_rounding(prefill: Prefill, position: int) -> None:
+    case = Case(MIXED, "int8", k_bias=large_bias(2, 128, 1000))
+    assert case.k_bias is not None
+    out, turns = case.run(prefill), case.k_bias.turns
+    case.check_biased(out)
+    case.k_bias = replace(case.k_bias, rotary=case.k_bias.rotary.roll(1, 0) * position, turns=turns)
+    with pytest.raises(AssertionError, match="relative error"):
+        case.check_biased(out)
+
+
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_bias_that_k_lacks(prefill: Prefill, format: PageFormat, head_dim: int, dtype: torch.dtype) -> None:
     case = Case(MIXED, format, dtype, head_dim=head_dim, k_bias=large_bias(2, head_dim, 1000))
-    case.check(case.run(prefill))
+    case.check_biased(case.run(prefill))
 
 
 @gpu
@@ -209,8 +239,8 @@ def test_a_bias_that_k_lacks(prefill: Prefill, format: PageFormat, head_dim: int
 @pytest.mark.parametrize("format", ["fp16", "int8"])
 def test_a_bias_with_any_ratio_and_splits(prefill: Prefill, format: PageFormat, heads: tuple[int, int]) -> None:
     case = Case([(5, 3000), (16, 900), (1, 0)], format, heads=heads, k_bias=large_bias(heads[1], 128, 3005, theta=1e4))
-    case.check(case.run(prefill))
-    case.check(case.run(prefill, PrefillSplits(128, case.q.device)))
+    case.check_biased(case.run(prefill))
+    case.check_biased(case.run(prefill, PrefillSplits(128, case.q.device)))
 
 
 @gpu

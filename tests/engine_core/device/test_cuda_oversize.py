@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from array import array
@@ -252,7 +253,7 @@ class Sequences:
             context = torch.tensor([self.tokens.positions[here[-1]] + 1], dtype=torch.int32)
             q, k_bias = self.q.cpu()[here[0] : here[-1] + 1], self.k_biases[layer]
             if k_bias is not None:
-                k_bias = RotatedBias(k_bias.values.cpu(), k_bias.rotary.cpu(), k_bias.turns.cpu())
+                k_bias = dataclasses.replace(k_bias, values=k_bias.values.cpu(), rotary=k_bias.rotary.cpu())
             parts.append(paged_prefill_reference(q, pool.pages, layer, table[None], starts, context, k_bias=k_bias))
         return torch.cat(parts)
 

@@ -16,7 +16,7 @@ from coldblock.engine_core.models.w4a16 import W4Weight
 from coldblock.engine_core.models.weights import Checkpoint, DummyCheckpoint
 from coldblock.kernels import w4
 from coldblock.kernels.pages import KVPages
-from coldblock.kernels.rotated_bias import RotatedBias, turns_of
+from coldblock.kernels.rotated_bias import RotatedBias, Turns
 from cuda_on_cpu import attend, emulate
 from tiny_models import quantize, save_tiny
 from torch import Tensor
@@ -91,7 +91,7 @@ def test_a_bias_that_k_lacks_is_added_where_k_is_read(tmp_path: Path) -> None:
         bias = layer.qkv.bias
         assert bias is not None
         keys = bias[4 * 64 : 6 * 64]
-        apart.append(RotatedBias(keys.view(2, 64).float(), decoder._rotary, turns_of(decoder._rotary)))
+        apart.append(RotatedBias(keys.view(2, 64).float(), decoder._rotary, Turns.of(decoder._rotary)))
         keys.zero_()
     assert (logits(decoder) - wanted).abs().max() > 0.2
     decoder.k_biases = apart
