@@ -197,7 +197,8 @@ __device__ __forceinline__ void load_keys(Keys &keys, const Tile (&tiles)[TILES]
                 load<KEY_PIECE>(keys.words[i][row] + piece * KEY_PIECE / 4,
                                 own + row * ROW_BYTES + 4 * piece * KEY_PIECE);
         }
-        if constexpr (KV_SCALED) load<4>(reinterpret_cast<uint32 *>(&keys.scales[i]), tiles[i].keys + tiles[i].to_scales + 4 * g);
+        if constexpr (KV_SCALED)
+            load<4>(reinterpret_cast<uint32 *>(&keys.scales[i]), tiles[i].keys + tiles[i].to_scales + 4 * g);
     }
 }
 
@@ -230,7 +231,8 @@ __device__ __forceinline__ void prefetch(const Arguments &arguments, const Item 
     for (int i = 0; i < 2; i++) {
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(found.keys + i * offset),
                      "r"(TILE * ROW_BYTES));
-        if constexpr (KV_SCALED) asm volatile("prefetch.global.L2 [%0];" ::"l"(found.keys + found.to_scales + i * offset));
+        if constexpr (KV_SCALED)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(found.keys + found.to_scales + i * offset));
     }
 #endif
 }

@@ -438,7 +438,8 @@ __device__ __forceinline__ void attend(Running &running, uint8 *query_tile, cons
     const Work &work = assignment.work;
     const Planes &planes = assignment.planes;
     uint8 *const spin_tile = query_tile + ROWS * ROW_BYTES;  // with K_BIAS
-    uint8 *const tiles = spin_tile + K_BIAS * (ROWS * ROW_BYTES + 2 * TILE_BYTES), *const landing = tiles + (CONVERTED ? 2 * TILE_BYTES : 0);
+    uint8 *const tiles = spin_tile + K_BIAS * (ROWS * ROW_BYTES + 2 * TILE_BYTES);
+    uint8 *const landing = tiles + (CONVERTED ? 2 * TILE_BYTES : 0);
     constexpr int ARRIVING_BYTES = CONVERTED ? LANDING_BYTES : TILE_BYTES;
     const int end_key = work.end_key;
     const int last_position = work.has(first_row) ? work.position(first_row + ROWS_PER_WARP - 1) : -1;
