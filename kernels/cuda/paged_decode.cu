@@ -108,7 +108,10 @@ struct Shared {
     bool claims;
     int claimed;  // the block's next item, or one of the two above
     bool is_last;
+#if K_BIAS
     int turned_steps;  // how many of `turns` there are
+    RotatedKeyBias rotated[WARPS];
+#endif
 };
 
 // ---- Work items -----------------------------------------------------------------------------------------------------
@@ -359,13 +362,17 @@ __device__ __forceinline__ void complete_turns(Shared &shared, const Arguments &
     if (threadIdx.x == 0) shared.turned_steps = wanted;
 }
 
-__device__ __forceinline__ const Activation *find_first_query(const Arguments &arguments, const Item &item) {
-    return arguments.q + (static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head) * D;
+// The bias as it is at a step of the calling warp that begins at `token`.
+__device__ __forceinline__ RotatedKeyBias &rotate_bias(Shared &shared, const Arguments &arguments, const Item &item,
+                                                       int token) {
+    RotatedKeyBias &rotated = shared.rotated[thread_now() / WARP];
+    rotate_bias(rotated, arguments.bias.bias, item.kv_head, token);
+    return rotated;
 }
 
-__device__ __forceinline__ void begin_bias_scores(Shared &shared, const Arguments &arguments, const Item &item) {
-    begin_spins(find_spins(shared), arguments.bias.bias, find_first_query(arguments, item), item.heads, item.kv_head,
-                first_token(item));
+__device__ __forceinline__ void load_query_pairs(QueryPairs &pairs, const Arguments &arguments, const Item &item) {
+    const size_t first = static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head;
+    load_query_pairs(pairs, arguments.q + first * D, item.heads);
 }
 
 // What the bias adds to the scores of a step that begins at `token`, in powers of two. `turned`: how many steps ago the
@@ -374,7 +381,9 @@ __device__ __forceinline__ void find_bias_scores(Scores &scores, int &turned, Sh
                                                  const Arguments &arguments, const Item &item, int token) {
     Spins &spins = find_spins(shared);
     if (turned == arguments.bias.steps) {
-        turn_spins(spins, arguments.bias.bias, find_first_query(arguments, item), item.heads, item.kv_head, token);
+        QueryPairs pairs;
+        load_query_pairs(pairs, arguments, item);
+        find_spins(spins, rotate_bias(shared, arguments, item, token), pairs);
         turned = 0;
     }
     multiply_spins(scores, spins, turns[turned++]);
@@ -724,11 +733,15 @@ __device__ __forceinline__ void merge_parts(Shared &shared, const Arguments &arg
 // `shared` has the item, and afterwards the next one.
 __device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments) {
     const Item &item = shared.item[threadIdx.x / WARP];
+#if K_BIAS
+    QueryPairs pairs;
+    load_query_pairs(pairs, arguments, item);
+#endif
     Queries queries;
     load_queries(queries, arguments, item);
 #if K_BIAS
     complete_turns(shared, arguments, item);
-    begin_bias_scores(shared, arguments, item);
+    find_spins(find_spins(shared), shared.rotated[threadIdx.x / WARP], pairs);
 #endif
     if (!shared.claims) keep(shared.next, find_item(arguments, item.number + gridDim.x, shared.items));
     Gathered gathered = {};
@@ -776,6 +789,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #if K_BIAS
     if (threadIdx.x == 0) shared.turned_steps = count_turned_steps(arguments, item);
     copy_turns(turns, arguments.bias, 0, count_turned_steps(arguments, item));
+    rotate_bias(shared, arguments, item, first_token(item));
 #endif
     wait_for_previous_kernel();
     if (loads && !early) load_step(keys, values, arguments, tiles);
@@ -789,5 +803,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         compute_item(shared, keys, values, arguments);
         __syncthreads();  // before the next item writes to shared memory
         keep(shared.item, shared.next[threadIdx.x / WARP]);
+#if K_BIAS
+        const Item &next = shared.item[threadIdx.x / WARP];
+        rotate_bias(shared, arguments, next, first_token(next));
+#endif
     }
 }

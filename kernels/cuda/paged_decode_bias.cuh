@@ -1,10 +1,10 @@
 // For `paged_decode`: what a bias that K as stored lacks adds to the scores.
 //
-// A rotary pair of q and of the bias b, two neighbouring elements, is a complex number; with z = conj(b) q and the
-// pair's angle per token, a token at position p adds the sum over all pairs of Re(z exp(-i p angle)). With
-// p = first + r this is a product of the spin z exp(-i first angle) with the turn (cos r angle, sin r angle). Turns are
-// the same for all items, 16 rows per step of a warp; they lie in shared memory for a few of its steps, after which it
-// finds its spins anew. A step's tiles have the same turns, and spins of their own.
+// A rotary pair of q and of the bias b, two neighbouring elements, is a complex number. With w = b exp(i first angle),
+// the bias at position `first`, a token at first + r adds the sum over all pairs of Re(q conj(w) exp(-i r angle)): a
+// product of the spin q conj(w) with the turn (cos r angle, sin r angle). Turns are the same for all items, 16 rows per
+// step of a warp; they lie in shared memory for a few of its steps, after which it finds its spins anew. A step's tiles
+// have the same turns, and spins of their own.
 //
 // Both are rounded once to half, 2^-12 of an element at most, as an fp16 pool rounds K with its bias. On a real model
 // that costs a KL of about 0.00003, where int8 costs 0.0003 even without a bias.
@@ -33,6 +33,21 @@ struct Spins {
     float factors[8 * HEAD_TILES];
 };
 
+// The bias at the first token of every tile of a warp's step, and the largest of its elements.
+struct RotatedKeyBias {
+    float4 tiles[TILES][D / 4];
+    float largest;
+};
+
+// What a lane needs of its head in every head tile: its pairs of two steps at a time.
+using QueryPairs = uint4[HEAD_TILES][PRODUCT_STEPS / 2];
+
+// x * turn, pair by pair.
+__device__ __forceinline__ float4 turn_on(const float4 &x, const float4 &turn) {
+    return make_float4(fmaf(x.x, turn.x, -x.y * turn.y), fmaf(x.x, turn.y, x.y * turn.x),
+                       fmaf(x.z, turn.z, -x.w * turn.w), fmaf(x.z, turn.w, x.w * turn.z));
+}
+
 // x * conj(turn), pair by pair.
 __device__ __forceinline__ float4 turn_back(const float4 &x, const float4 &turn) {
     return make_float4(fmaf(x.x, turn.x, x.y * turn.y), fmaf(x.y, turn.x, -x.x * turn.y),
@@ -56,9 +71,6 @@ __device__ __forceinline__ uint32 thread_now() {
     return thread;
 }
 
-// The first of two neighbouring pairs.
-__device__ __forceinline__ int pair_of(int step, int t) { return (step / 2 * 4 + t) * 4 + step % 2 * 2; }
-
 // Begins to copy the turns of a warp's steps [first, end), by all threads of a block. Reads only what no kernel writes.
 __device__ __forceinline__ void copy_turns(Turns *turns, const TurnedBias &bias, int first, int end) {
     constexpr int UNITS = PRODUCT_STEPS * WARP;
@@ -72,73 +84,84 @@ __device__ __forceinline__ void copy_turns(Turns *turns, const TurnedBias &bias,
 
 __device__ __forceinline__ void wait_for_turns() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// z of two neighbouring pairs of a head.
-__device__ __forceinline__ float4 find_z(const KeyBias &bias, const Activation *query, int kv_head, int pair) {
-    const uint2 q = __ldcg(reinterpret_cast<const uint2 *>(query + 2 * pair));
-    const float2 first = to_float2(reinterpret_cast<const Activation2 &>(q.x));
-    const float2 second = to_float2(reinterpret_cast<const Activation2 &>(q.y));
-    return turn_back(make_float4(first.x, first.y, second.x, second.y), bias.pairs(kv_head, pair));
-}
-
-// The power of two that takes the lane's z of a head to just below the largest half, however it is turned.
-__device__ __forceinline__ float find_scale(const float4 (&z)[PRODUCT_STEPS]) {
+// Elements are spread over the lanes. Reads only what no kernel writes.
+__device__ __forceinline__ void rotate_bias(RotatedKeyBias &rotated, const KeyBias &bias, int kv_head, int token) {
     float largest = 0.f;
 #pragma unroll
-    for (int i = 0; i < PRODUCT_STEPS; i++)
-        largest = fmaxf(largest, fmaxf(fmaxf(fabsf(z[i].x), fabsf(z[i].y)), fmaxf(fabsf(z[i].z), fabsf(z[i].w))));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    const int exponent = min(max(__float_as_int(largest) >> 23, 30), 254);  // biased
-    return __int_as_float((267 - exponent) << 23);  // to below 2^14; and turns may double it
-}
-
-// The spin of z in a step that begins at `token`.
-__device__ __forceinline__ Spin find_spin(const KeyBias &bias, const float4 &z, int token, int pair) {
-    Spin spin;
+    for (int unit = threadIdx.x % WARP; unit < D / 4; unit += WARP) {
+        const float4 pairs = bias.pairs(kv_head, 2 * unit);
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-        const float4 turned = turn_back(z, bias.turns(token + i * TILE, pair));
-        spin.tiles[i] = {round_to_half(turned.x, turned.y), round_to_half(turned.z, turned.w)};
-    }
-    return spin;
-}
-
-// What a warp begins an item with. A head beyond the item's is zero.
-__device__ __forceinline__ void begin_spins(Spins &spins, const KeyBias &bias, const Activation *first_query,
-                                            int heads, int kv_head, int token) {
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++) {
-        const int head = 8 * n + g;
-        float4 z[PRODUCT_STEPS] = {};
-#pragma unroll
-        for (int i = 0; i < PRODUCT_STEPS; i++)
-            if (head < heads) z[i] = find_z(bias, first_query + head * D, kv_head, pair_of(i, t));
-        const float scale = find_scale(z);
-        if (t == 0) spins.factors[head] = 1.f / (scale * TURN_SCALE);
-#pragma unroll
-        for (int i = 0; i < PRODUCT_STEPS; i++) {
-            spins.fragments[n][i][lane] = find_spin(bias, times(scale, z[i]), token, pair_of(i, t));
+        for (int i = 0; i < TILES; i++) {
+            const float4 x = turn_on(pairs, bias.turns(token + i * TILE, 2 * unit));
+            rotated.tiles[i][unit] = x;
+            largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
         }
     }
+    const uint32 bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));  // as numbers from 0 on compare
+    if (threadIdx.x % WARP == 0) rotated.largest = __uint_as_float(bits);
     __syncwarp();
 }
 
-// The same spins, at a later token.
-__device__ __forceinline__ void turn_spins(Spins &spins, const KeyBias &bias, const Activation *first_query, int heads,
-                                           int kv_head, int token) {
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+// A head beyond the item's is zero.
+__device__ __forceinline__ void load_query_pairs(QueryPairs &pairs, const Activation *first_query, int heads) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++) {
-        const int head = 8 * n + g;
-        if (head >= heads) continue;
-        const float scale = 1.f / (spins.factors[head] * TURN_SCALE);
-#pragma unroll 1
-        for (int i = 0; i < PRODUCT_STEPS; i++) {
-            const float4 z = find_z(bias, first_query + head * D, kv_head, pair_of(i, t));
-            spins.fragments[n][i][lane] = find_spin(bias, times(scale, z), token, pair_of(i, t));
+        const uint4 *query = reinterpret_cast<const uint4 *>(first_query + (8 * n + g) * D);
+#pragma unroll
+        for (int i = 0; i < PRODUCT_STEPS / 2; i++) {
+            pairs[n][i] = make_uint4(0, 0, 0, 0);
+            if (8 * n + g < heads) pairs[n][i] = __ldcg(query + 4 * i + t);
         }
     }
+}
+
+__device__ __forceinline__ float4 to_float4(uint32 first, uint32 second) {
+    const float2 x = to_float2(reinterpret_cast<const Activation2 &>(first));
+    const float2 y = to_float2(reinterpret_cast<const Activation2 &>(second));
+    return make_float4(x.x, x.y, y.x, y.y);
+}
+
+// The largest element of the lane's head.
+__device__ __forceinline__ float find_largest(const uint4 (&pairs)[PRODUCT_STEPS / 2]) {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < PRODUCT_STEPS; i++) {
+        const uint4 &words = pairs[i / 2];
+        const float4 q = i % 2 == 0 ? to_float4(words.x, words.y) : to_float4(words.z, words.w);
+        largest = fmaxf(largest, fmaxf(fmaxf(fabsf(q.x), fabsf(q.y)), fmaxf(fabsf(q.z), fabsf(q.w))));
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+}
+
+// The power of two with which no spin of such q and bias overflows. These are bounds: half has bits to spare.
+__device__ __forceinline__ float find_scale(float largest_query, float largest_bias) {
+    const int exponents = (__float_as_int(largest_query) >> 23) + (__float_as_int(largest_bias) >> 23);  // biased
+    return __int_as_float(min(max(393 - exponents, 30), 240) << 23);  // twice their product becomes less than 2^15
+}
+
+// The spins of q in the step whose bias is `rotated`. The lanes of a warp are together before and afterwards.
+__device__ __forceinline__ void find_spins(Spins &spins, const RotatedKeyBias &rotated, const QueryPairs &pairs) {
+    const int lane = threadIdx.x % WARP, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; n++) {
+        const float scale = find_scale(find_largest(pairs[n]), rotated.largest);
+        if (t == 0) spins.factors[8 * n + lane / 4] = 1.f / (scale * TURN_SCALE);
+#pragma unroll
+        for (int step = 0; step < PRODUCT_STEPS; step++) {
+            const uint4 &words = pairs[n][step / 2];
+            const float4 q = times(scale, step % 2 == 0 ? to_float4(words.x, words.y) : to_float4(words.z, words.w));
+            Spin spin;
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                const float4 turned = turn_back(q, rotated.tiles[i][(step / 2 * 4 + t) * 2 + step % 2]);
+                spin.tiles[i] = {round_to_half(turned.x, turned.y), round_to_half(turned.z, turned.w)};
+            }
+            spins.fragments[n][step][lane] = spin;
+        }
+    }
+    __syncwarp();
 }
 
 // What the bias adds to the scores of a step, before `factors`.
