@@ -741,7 +741,7 @@ __device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values 
     load_queries(queries, arguments, item);
 #if K_BIAS
     complete_turns(shared, arguments, item);
-    find_spins(find_spins(shared), shared.rotated[threadIdx.x / WARP], pairs);
+    if (first_token(item) < item.end) find_spins(find_spins(shared), shared.rotated[threadIdx.x / WARP], pairs);
 #endif
     if (!shared.claims) keep(shared.next, find_item(arguments, item.number + gridDim.x, shared.items));
     Gathered gathered = {};

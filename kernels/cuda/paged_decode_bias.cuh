@@ -135,10 +135,11 @@ __device__ __forceinline__ float find_largest(const uint4 (&pairs)[PRODUCT_STEPS
     return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
 }
 
-// The power of two with which no spin of such q and bias overflows. These are bounds: half has bits to spare.
-__device__ __forceinline__ float find_scale(float largest_query, float largest_bias) {
-    const int exponents = (__float_as_int(largest_query) >> 23) + (__float_as_int(largest_bias) >> 23);  // biased
-    return __int_as_float(min(max(393 - exponents, 30), 240) << 23);  // twice their product becomes less than 2^15
+// The biased exponent of the power of two with which no spin of such q and bias overflows: twice their product becomes
+// less than 2^15. That is a bound, but half has bits to spare.
+__device__ __forceinline__ int find_exponent(float largest_query, float largest_bias) {
+    const int exponents = (__float_as_int(largest_query) >> 23) + (__float_as_int(largest_bias) >> 23);
+    return min(max(393 - exponents, 30), 240);
 }
 
 // The spins of q in the step whose bias is `rotated`. The lanes of a warp are together before and afterwards.
@@ -146,8 +147,9 @@ __device__ __forceinline__ void find_spins(Spins &spins, const RotatedKeyBias &r
     const int lane = threadIdx.x % WARP, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++) {
-        const float scale = find_scale(find_largest(pairs[n]), rotated.largest);
-        if (t == 0) spins.factors[8 * n + lane / 4] = 1.f / (scale * TURN_SCALE);
+        const int exponent = find_exponent(find_largest(pairs[n]), rotated.largest);
+        const float scale = __int_as_float(exponent << 23);
+        if (t == 0) spins.factors[8 * n + lane / 4] = __int_as_float((254 - exponent) << 23) / TURN_SCALE;
 #pragma unroll
         for (int step = 0; step < PRODUCT_STEPS; step++) {
             const uint4 &words = pairs[n][step / 2];
