@@ -124,15 +124,18 @@ __device__ __forceinline__ float4 to_float4(uint32 first, uint32 second) {
 
 // The largest element of the lane's head.
 __device__ __forceinline__ float find_largest(const uint4 (&pairs)[PRODUCT_STEPS / 2]) {
-    float largest = 0.f;
+    const auto magnitude = [](const uint32 &pair) { return __habs2(reinterpret_cast<const Activation2 &>(pair)); };
+    Activation2 largest = magnitude(pairs[0].x);
 #pragma unroll
-    for (int i = 0; i < PRODUCT_STEPS; i++) {
-        const uint4 &words = pairs[i / 2];
-        const float4 q = i % 2 == 0 ? to_float4(words.x, words.y) : to_float4(words.z, words.w);
-        largest = fmaxf(largest, fmaxf(fmaxf(fabsf(q.x), fabsf(q.y)), fmaxf(fabsf(q.z), fabsf(q.w))));
+    for (int i = 0; i < PRODUCT_STEPS / 2; i++) {
+        const uint4 &words = pairs[i];
+        largest = __hmax2(largest, __hmax2(__hmax2(magnitude(words.x), magnitude(words.y)),
+                                           __hmax2(magnitude(words.z), magnitude(words.w))));
     }
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const float2 both = to_float2(largest);
+    float one = fmaxf(both.x, both.y);
+    one = fmaxf(one, __shfl_xor_sync(0xffffffffu, one, 1));
+    return fmaxf(one, __shfl_xor_sync(0xffffffffu, one, 2));
 }
 
 // The biased exponent of the power of two with which no spin of such q and bias overflows: twice their product becomes
