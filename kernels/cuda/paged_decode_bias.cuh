@@ -142,7 +142,7 @@ __device__ __forceinline__ float find_largest(const uint4 (&pairs)[PRODUCT_STEPS
 // less than 2^15. That is a bound, but half has bits to spare.
 __device__ __forceinline__ int find_exponent(float largest_query, float largest_bias) {
     const int exponents = (__float_as_int(largest_query) >> 23) + (__float_as_int(largest_bias) >> 23);
-    return min(max(393 - exponents, 30), 240);
+    return min(max(393 - exponents, 30), 200);  // a bias of zero leaves no bound
 }
 
 // The spins of q in the step whose bias is `rotated`. The lanes of a warp are together before and afterwards.

@@ -517,6 +517,19 @@ def test_a_bias_with_queries_of_any_size(kv_format: str, q_scale: float) -> None
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_a_bias_of_zero_in_one_kv_head(dtype: torch.dtype) -> None:
+    """There nothing says how large spins become; q of 32768 times the largest scale is still a number."""
+    case = with_bias(make_case("int8", dtype=dtype))
+    assert case.k_bias is not None
+    case.k_bias.values[0] = 0
+    case.q[:, 0, 0] = 32768
+    assert torch.isfinite(run(case)).all()
+    case.q[:, 0, 0] = 0
+    assert_as_exact_as_fp16_keys(run(case), case)
+
+
+@gpu
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_with_a_bias_a_sequence_is_independent_of_its_batch_and_runs_are_equal(kv_format: str) -> None:
     case = with_bias(make_case(kv_format))
