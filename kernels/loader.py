@@ -238,7 +238,12 @@ def _require_device() -> None:
 def device_capability() -> tuple[int, int]:
     """Compute capability of torch's current device."""
     _require_device()
-    return torch.cuda.get_device_capability()
+    return _capability(torch._C._cuda_getDevice())
+
+
+@functools.cache  # torch takes 20 us to tell, and wrappers ask for each launch
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def device_architecture() -> str:
@@ -246,7 +251,11 @@ def device_architecture() -> str:
 
     Raises KernelUnavailable without a device, and for one that runs none of them.
     """
-    major, minor = device_capability()
+    return _architecture(*device_capability())
+
+
+@functools.cache
+def _architecture(major: int, minor: int) -> str:
     fitting = [name for name in ARCHITECTURES if _runs_on(name, 10 * major + minor)]
     if not fitting:
         known = ", ".join(f"{number // 10}.{number % 10}" for number in map(_number, ARCHITECTURES))

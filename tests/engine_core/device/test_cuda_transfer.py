@@ -202,6 +202,21 @@ def test_a_block_that_does_not_exist_is_an_error_of_that_move_alone(monkeypatch:
     }
 
 
+def test_small_moves_of_one_direction_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to some size, so that none waits long for others; each is told with its share of the time."""
+    bench = Bench(monkeypatch, 0)
+    monkeypatch.setattr(cuda_transfer, "JOINED_BYTES", 4 * bench.pool.block_bytes)
+    numbered = [((0, 1), (0, 1)), ((4,), (4,)), ((2, 3, 6), (5, 6, 9)), ((5,), (7,))]
+    out = [BlockMove(number, OUT, *blocks) for number, blocks in enumerate(numbered)]
+    bench.transfers.begin([*out[:2], BlockMove(9, IN, (11,), (11,)), *out[2:]])
+    done = {one.move_id: one for one in bench.end()}
+    assert [call[4].sum() for call in bench.calls] == [6, 1, 1]
+    assert sorted(done) == [0, 1, 2, 3, 9] and not any(one.error for one in done.values())
+    assert done[0].seconds == pytest.approx(2 * done[1].seconds) and done[2].seconds == pytest.approx(
+        3 * done[1].seconds
+    )
+
+
 class FakeArena:
     """Ready when told."""
 
@@ -238,7 +253,7 @@ def test_copies_wait_until_their_memory_is_pinned_and_do_not_cross_slabs(monkeyp
 
 def test_without_ram_for_the_slab_the_move_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 0)
-    with_arena(bench, [MemoryBudgetError("--max-cpu-offload-mb", "RAM has run out"), True])
+    with_arena(bench, [MemoryBudgetError("--max-cpu-offload-mb", "RAM has run out"), True], pinned=3)
     bench.transfers.begin([BlockMove(1, OUT, (0,), (5,)), BlockMove(2, OUT, (1,), (0,))])
     errors = {done.move_id: done.error for done in bench.end()}
     assert errors == {1: "--max-cpu-offload-mb: RAM has run out", 2: None}
