@@ -76,6 +76,10 @@ def answers_of(
     return answers, scheduler.counters
 
 
+def ids(answer: list[SampledToken]) -> list[int]:
+    return [token.token_id for token in answer]
+
+
 def check_agreement(answer: list[SampledToken], wanted: list[SampledToken]) -> None:
     """Equal as far as they go before one that was a near tie. On a GPU cold and hot blocks are summed in two orders."""
     for token, other in zip(answer, wanted, strict=True):
@@ -100,4 +104,4 @@ def test_a_request_of_two_and_a_half_pools_gets_the_tokens_of_a_large_pool(
         for answer, other in zip(answers, wanted, strict=True):
             check_agreement(answer, other)
     else:
-        assert answers == wanted
+        assert [ids(answer) for answer in answers] == [ids(answer) for answer in wanted]
