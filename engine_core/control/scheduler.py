@@ -75,7 +75,7 @@ from .sampling import Sampling
 from .swap import NO_SLOT, Block, Residency, residing
 from .tiers import Tiers
 from .updates import Counters, FinishReason, RequestView, SwapReason, Update
-from .validation import Refusal, check_prompt, check_sampling
+from .validation import Refusal, check_sampling, checked_prompt
 from .write_behind import WriteBehind
 
 __all__ = ["Refusal", "Scheduler", "SchedulerConfig"]
@@ -127,12 +127,12 @@ class Scheduler:
         config, limit, now = self.config, self.config.max_request_tokens, self._clock()
         if request_id in self._requests:
             raise Refusal("request_id", request_id, "an id that no live request has")
-        check_prompt(prompt, config)
+        tokens = checked_prompt(prompt, config)
         check_sampling(sampling, config.vocab_size)
         self._arrivals += 1
         request = Request(
             request_id=request_id,
-            tokens=array("i", prompt),
+            tokens=tokens,
             prompt_length=len(prompt),
             sampling=sampling,
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,

@@ -12,8 +12,8 @@ two lose nothing. A copy ahead of need takes only what is free or cached, so tha
 What requests larger than the GPU pool read from the CPU tier keeps its slot there, also when nobody owns it any more,
 until they say that they have stopped to read; its GPU slot can be had like a cached one.
 
-While a copy runs both its ends are held; a block that nobody wants any more is freed when its copy ends. Blocks that are
-copied together get their new slots in the order of those they have: neighbours stay neighbours, and go in one copy.
+While a copy runs both its ends are held; a block that nobody wants any more is freed when its copy ends. Blocks that
+are copied together get their new slots in the order of those they have: neighbours stay neighbours, and go in one copy.
 
 Blocks come by hundreds, and a step waits for each plan: so what is done to one is done to many at once.
 """
