@@ -242,7 +242,7 @@ class IpcPort:
             refused = messages.Refused(submit.request_id, "request_id", submit.request_id, "an id that is not in use")
             self._write(identity, refused)
             return
-        prompt = codec.unpack_tokens(submit.prompt)
+        prompt = codec.unpack_array(submit.prompt)
         sampling = Sampling(**msgspec.structs.asdict(submit.sampling))
         request_id = join_id(identity, peer.session, submit.request_id)
         peer.requests[submit.request_id] = request_id

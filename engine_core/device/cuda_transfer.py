@@ -153,11 +153,13 @@ _Ids = NDArray[np.int64]
 def runs(gpu: _Ids, cpu: _Ids, slab: int) -> tuple[_Ids, _Ids, _Ids]:
     """Pairs of blocks as (first on the GPU, first on the CPU, count): neighbours on both sides go together, whatever
     the order of the pairs, but for what lies in two slabs of so many CPU blocks."""
-    order = np.argsort(gpu)
+    order = gpu.argsort()
     gpu, cpu = gpu[order], cpu[order]
-    apart = (np.diff(gpu) != 1) | (np.diff(cpu) != 1) | (cpu[1:] % slab == 0)
-    first = np.flatnonzero(np.concatenate(([True], apart)))
-    return gpu[first], cpu[first], np.diff(first, append=len(gpu))
+    apart = np.ones(len(gpu) + 1, np.bool_)  # where a run ends and the next begins
+    apart[1:-1] = (gpu[1:] - gpu[:-1] != 1) | (cpu[1:] - cpu[:-1] != 1) | (cpu[1:] % slab == 0)
+    edges = apart.nonzero()[0]
+    first = edges[:-1]
+    return gpu[first], cpu[first], edges[1:] - first
 
 
 def _ended(flight: _Flight) -> bool:

@@ -238,7 +238,7 @@ def check_block(tiers: Tiers, block: Block, owners: int, users: int, readers: in
     gives_cpu = unread and (not owners or (residency is Residency.BOTH and users > 0))
     assert (block.gpu_shelf is not None, block.cpu_shelf is not None) == (gives_gpu, gives_cpu)
     assert block.gpu_shelf is None or block in block.gpu_shelf
-    assert tiers.gives_way(block) == (gives_gpu and (residency is Residency.BOTH or not owners))
+    assert tiers.giving_way([block]) == (gives_gpu and (residency is Residency.BOTH or not owners))
 
 
 def check_request(scheduler: Scheduler, request: Request) -> None:
