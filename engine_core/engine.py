@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -22,6 +23,7 @@ from .device.executor import Executor
 
 log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 2e-4  # Python's own 5 ms are several steps: so long could the socket thread hold up the loop
 IDLE_S = 0.5  # an idle loop turns twice a second, so that a watcher can tell idle from stuck
 
 
@@ -75,6 +77,7 @@ class Engine:
         """Step until `Shutdown` has been met. What is still open then is aborted, and its owner told."""
         gc.collect()
         gc.freeze()  # what was loaded stays: a later collection that looks through it would take as long as many steps
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         while not self._stopped():
             self.turned_at = self.clock()
             busy = self.step()
