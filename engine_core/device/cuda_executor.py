@@ -163,7 +163,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def begin_step(self, plan: StepPlan) -> None:
-        """Queue the plan's copies, then its passes."""
+        """Queue the plan's passes, and its copies, which do not wait for these."""
         begun = time.perf_counter()
         with torch.cuda.stream(self._stream):
             self._transfers.begin(plan.moves)
@@ -173,6 +173,7 @@ class CudaExecutor:
             self._sampler.end_step(step)
             done = torch.cuda.Event()
             done.record()
+            self._transfers.start()
         self._sampled_before = step.sources()
         self._pending.append(_Pending(plan.step, step, done, begun, bool(plan.chunks)))
 

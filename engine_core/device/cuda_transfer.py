@@ -48,7 +48,10 @@ class _Flight:
 
 
 class CudaTransfers:
-    """Queues copies at `begin`, on the compute stream; `poll` reports those that have ended, in any order."""
+    """`begin` marks, on the compute stream, what copies wait for; `start` queues them; `poll` reports those that have
+    ended, in any order. What is launched between `begin` and `start` runs beside the copies, and is not held up by the
+    host's work for them.
+    """
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -58,25 +61,25 @@ class CudaTransfers:
         self._delay = int(os.environ.get("COLDBLOCK_TEST_COPY_DELAY_STEPS", "0"))
 
     def begin(self, moves: Sequence[BlockMove]) -> None:
-        """Start the copies, in order."""
+        """Take moves, in order. They wait for what has been launched so far."""
         if not moves:
             return
         behind, arrived = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)
         behind.record()
         arrived.record(self._clock)
-        for together in self._joined(moves):
-            flight = _Flight(together, self._delay, behind, arrived)
-            if not self._delay:
+        self._flights += [_Flight(together, self._delay, behind, arrived) for together in self._joined(moves)]
+
+    def start(self) -> None:
+        """Queue the copies that are not yet, as far as their memory is ready."""
+        for flight in self._flights:
+            if flight.events is None and flight.error is None and not flight.polls_left:
                 self._queue(flight)
-            self._flights.append(flight)
 
     def poll(self, wait_s: float = 0.0) -> tuple[MoveDone, ...]:
         """The copies that ended since the last poll, each once. Waits up to `wait_s` for the first, if any runs."""
+        self.start()
         for flight in self._flights:
-            if flight.polls_left:
-                flight.polls_left -= 1
-            elif flight.events is None and flight.error is None:
-                self._queue(flight)
+            flight.polls_left = max(0, flight.polls_left - 1)
         deadline = time.perf_counter() + wait_s
         while not (ended := [flight for flight in self._flights if _ended(flight)]):
             if not self._flights or time.perf_counter() >= deadline:
