@@ -39,7 +39,9 @@ POLL_MS = 250
 PAUSE_S = 1.0  # a longer gap between two sweeps means that this process itself stood still
 MAX_BACKLOG = 8192  # messages kept for one peer beyond its socket's own queue
 
-Snapshot = Callable[["Scheduler", int], messages.Stats]
+State = Callable[[], messages.Stats]
+"""A snapshot taken by the step loop; called on the socket thread, it makes the message."""
+Snapshot = Callable[["Scheduler", int], State]
 
 
 @dataclass
@@ -59,9 +61,9 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class _ToPeer:
-    peer: bytes
-    stats: messages.Stats
+class _Report:
+    peer: bytes | None
+    state: State
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class _TierChanges:
     changes: list[TierChange]
 
 
-Outgoing = list[Update] | _Refusal | _ToPeer | _TierChanges | messages.Stats
+Outgoing = list[Update] | _Refusal | _Report | _TierChanges
 
 
 class IpcPort:
@@ -155,8 +157,7 @@ class IpcPort:
 
     def report(self, scheduler: Scheduler, peer: bytes | None) -> None:
         """Send the engine's state to one peer, or publish it when `peer` is None."""
-        stats = self._snapshot(scheduler, len(self._peers))
-        self._send(stats if peer is None else _ToPeer(peer, stats))
+        self._send(_Report(peer, self._snapshot(scheduler, len(self._peers))))
 
     def close(self) -> None:
         """Send what is queued, then close the sockets."""
@@ -310,13 +311,13 @@ class IpcPort:
                     if owner := self._disown(request_id):
                         peer, own_id = owner
                         self._write(peer.identity, messages.Refused(own_id, field, value, allowed))
-                case _ToPeer(identity, stats):
+                case _Report(None, state):
+                    self._publish(sockets.TOPIC_STATS, state())
+                case _Report(identity, state):
                     if identity in self._peers:
-                        self._write(identity, stats)
+                        self._write(identity, state())
                 case _TierChanges(changes):
                     self._feed.tell(changes)
-                case messages.Stats():
-                    self._publish(sockets.TOPIC_STATS, item)
 
     def _deliver(self, updates: list[Update]) -> None:
         """One `Tokens` a peer; a swap event goes out in its place between a request's tokens."""
