@@ -29,6 +29,11 @@ PROG = "coldblock bench compare"
 ALIKE = 0.02  # a ratio nearer to 1 than this says nothing, where no repeats tell more
 FILES = "bench-*.json"
 
+EXPLAINED = (
+    f"alike: less than {ALIKE:.0%} apart. within noise: both were measured several times, and what they ranged over "
+    "overlaps. What shows no range was measured once."
+)
+
 Verdict = Literal["better", "worse", "alike", "within noise", ""]
 
 
@@ -96,7 +101,7 @@ class Comparison:
         same = "Machine, command, settings and revision are the same."
         columns = (Heading("not the same"), Heading("A"), Heading("B"))
         told = Table("Before the figures:", columns, tuple(self.differences)).text() if self.differences else same
-        return "\n\n".join([head, told, *(table.text() for table in self.tables), self.summary])
+        return "\n\n".join([head, told, *(table.text() for table in self.tables), f"{self.summary}\n{EXPLAINED}"])
 
     @property
     def figures(self) -> list[Figure]:
@@ -115,7 +120,7 @@ def main(argv: list[str]) -> int:
         print(f"A: {settings.a}\nB: {settings.b}\n")
         print("\n\n\n".join([*(comparison.text() for comparison in found), *alone]))
         if settings.html is not None:
-            _write(settings.html, comparison_page(str(settings.a), str(settings.b), found, alone))
+            _write(settings.html, comparison_page(str(settings.a), str(settings.b), found, alone, EXPLAINED))
             print(f"\nwritten: {settings.html}")
     except (ColdblockError, UsageError) as error:
         return show_error(PROG, error)
@@ -147,10 +152,8 @@ def paired(a: Path, b: Path) -> tuple[list[tuple[str, Path, Path]], list[str]]:
     in_a, in_b = ({path.relative_to(folder).as_posix(): path for path in folder.rglob(FILES)} for folder in (a, b))
     both = sorted(in_a.keys() & in_b.keys())
     if not both:
-        held = "; ".join(
-            f"{folder} holds {', '.join(sorted(files)) or 'none'}" for folder, files in ((a, in_a), (b, in_b))
-        )
-        raise ToolError(f"no report ({FILES}) has the same name in both folders: {held}")
+        held = [f"{folder} holds {', '.join(sorted(files)) or 'none'}" for folder, files in ((a, in_a), (b, in_b))]
+        raise ToolError(f"no report ({FILES}) has the same name in both folders: {'; '.join(held)}")
     alone = [f"only in A: {name}" for name in sorted(in_a.keys() - in_b.keys())]
     alone += [f"only in B: {name}" for name in sorted(in_b.keys() - in_a.keys())]
     return [(name, in_a[name], in_b[name]) for name in both], alone
@@ -159,9 +162,7 @@ def paired(a: Path, b: Path) -> tuple[list[tuple[str, Path, Path]], list[str]]:
 def compare(name: str, a: Report, b: Report) -> Comparison:
     """Raises ToolError when they are not of the same benchmark."""
     if a.benchmark != b.benchmark:
-        raise ToolError(
-            f"A is a report of {a.benchmark!r}, B of {b.benchmark!r}: only equal benchmarks can be compared"
-        )
+        raise ToolError(f"A is a report of {a.benchmark!r}, B of {b.benchmark!r}: give two of the same benchmark")
     return Comparison(name, a.benchmark, a, b, list(differences(a, b)), compare_tables(tables_of(a), tables_of(b)))
 
 
@@ -188,7 +189,9 @@ def differences(a: Report, b: Report) -> Iterator[tuple[str, str, str]]:
     for side in (a, b):
         settings = {f"setting {name}": value for name, value in side.settings.items() if name not in ("config", "out")}
         model = {f"model {name}": value for name, value in (side.model or {}).items()}
-        sides.append({**machine_facts(side.machine), "command": side.command, **settings, **model})
+        packages = {f"package {name}": number for name, number in side.machine.get("packages", {}).items()}
+        machine = machine_facts({**side.machine, "packages": {}})
+        sides.append({**machine, **packages, "command": side.command, **settings, **model})
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         left, right = (_plain(side.get(name)) for side in sides)
         if left != right and (name != "command" or "-" not in (left, right)):

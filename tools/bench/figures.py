@@ -24,11 +24,12 @@ _WIDTH, _HEIGHT = 6.2, 3.1  # inches
 _INK = "#010203"  # stands for the page's text colour
 _COLORS = ("#3f86d8", "#e07b39", "#2f9e77", "#b65ba8", "#c9a227", "#7d6bd0")
 _SPAN_COLORS = {
-    "queue": "#9aa3ad",
     "prompt": "#c9a227",
     "running": "#8fb8e8",
+    "queue out": "#9aa3ad",
     "copy out": "#e07b39",
     "stall": "#d65f5f",
+    "queue in": "#b7bfc7",
     "copy in": "#2f9e77",
     "resume": "#7d6bd0",
 }

@@ -166,7 +166,7 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
     }
     rows = [{"who": name, **found} for name, found in gaps.items() if found]
     found = [table("Time between two tokens", GAPS, rows)]
-    found += group_tables({results.get("kv_cache_dtype", ""): results.get("requests", {})})
+    found += group_tables([("", results.get("requests", {}))])
     if beside:
         found.append(table("Bystanders beside copies, and what was swapped", COUNTS, [results], BESIDE_NOTE))
     if swap := results.get("one_swap"):

@@ -25,9 +25,9 @@ def report_page(report: Report) -> str:
     return _template("report.html").render(report=report, machine=machine_facts(report.machine))
 
 
-def comparison_page(a: str, b: str, comparisons: Sequence[Comparison], alone: Sequence[str]) -> str:
-    """The page of two runs side by side; `alone`: words about what only one of them has."""
-    return _template("compare.html").render(a=a, b=b, comparisons=comparisons, alone=alone)
+def comparison_page(a: str, b: str, comparisons: Sequence[Comparison], alone: Sequence[str], explained: str) -> str:
+    """The page of two runs side by side. `alone`: what only one has; `explained`: what the verdicts mean."""
+    return _template("compare.html").render(a=a, b=b, comparisons=comparisons, alone=alone, explained=explained)
 
 
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
@@ -57,7 +57,7 @@ def _template(name: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters["show"] = show
-    environment.filters["ratio"] = lambda value: "" if value is None else f"{value:.3g} ×"
+    environment.filters["ratio"] = lambda value: "" if value is None else f"{value:.3g} x"
     environment.filters["first_fact"] = lambda facts: next(iter(facts.values()))
     environment.filters["svg"] = lambda figure: Markup(figures.svg(figure))
     environment.tests["spread"] = lambda value: isinstance(value, Spread)

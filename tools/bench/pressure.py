@@ -119,14 +119,11 @@ def summarize_group(timelines: Sequence[Timeline]) -> dict[str, Any]:
     }
 
 
-def group_tables(results: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    """How the groups of each KV format fared, a table a figure."""
-    rows = [
-        {"kv": kv_format, "who": name, **group}
-        for kv_format, groups in results.items()
-        for name, group in groups.items()
-    ]
-    who = (Column("KV", "kv", case=True), Column("requests", "who", case=True))
+def group_tables(results: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Table]:
+    """How the groups of each KV format fared, a table a figure. Without the format where it is ""."""
+    rows = [{"kv": kv_format, "who": name, **group} for kv_format, groups in results for name, group in groups.items()]
+    kv = [Column("KV", "kv", case=True)] if any(row["kv"] for row in rows) else []
+    who = (*kv, Column("requests", "who", case=True))
     return [
         table(title, (*who, Column("number", f"{figure}.count"), *distribution_columns(figure)), rows)
         for figure, title in GROUP_FIGURES.items()

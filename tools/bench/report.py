@@ -135,7 +135,7 @@ def show(value: Cell) -> str:
     if value is None:
         return "-"
     if not isinstance(value, float):
-        return str(value)
+        return f"{value:,}" if isinstance(value, int) else value
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

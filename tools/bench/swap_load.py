@@ -82,9 +82,9 @@ def tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
     swaps = [(swap, result["kv_cache_dtype"]) for result in results if (swap := result.get("one_swap"))]
     return [
         table("A load on a pool too small for it, against room for all", LOAD, results),
-        *group_tables({result["kv_cache_dtype"]: result["groups"] for result in results}),
+        *group_tables([(result["kv_cache_dtype"], result["groups"]) for result in results]),
         copies_table(results),
-        *(swap_table(swap, name) for swap, name in swaps[:1]),
+        *(swap_table(swap, f"{name} KV") for swap, name in swaps[:1]),
     ]
 
 

@@ -50,10 +50,10 @@ class Swap:
         back = self.back.time - clock_offset
         resumed = self.request.arrivals[after] if after < len(self.request.arrivals) else back
         spans = [
-            ("queue", self.leaving.time, max(self.leaving.time, out_begun)),
+            ("queue out", self.leaving.time, max(self.leaving.time, out_begun)),
             ("copy out", out_begun, self.out.time),
             ("stall", self.out.time, self.returning.time),
-            ("queue", self.returning.time, max(self.returning.time, back_begun)),
+            ("queue in", self.returning.time, max(self.returning.time, back_begun)),
             ("copy in", back_begun, self.back.time),
             ("resume", self.back.time, resumed + clock_offset),
         ]
@@ -122,14 +122,12 @@ def _moments(request: Request, zero: float, end_ms: float) -> tuple[float, ...]:
 
 
 PHASES = (Column("phase", "phase", case=True), Column("ms", "ms"))
+NOTE = "queue and copy out: it leaves. stall: it is in CPU memory. queue and copy in: it returns. resume: to its next token."
 
 
 def swap_table(swap: Mapping[str, Any], name: str) -> Table:
     """The phases in numbers."""
-    note = (
-        "queue, copy out: it leaves. stall: it is in CPU memory. queue, copy in: it returns. resume: to its next token."
-    )
-    return table(f"One swap, {name}: {swap['bytes'] / 1e6:.3g} MB", PHASES, swap["phases"], note)
+    return table("One swap, phase by phase", PHASES, swap["phases"], f"{name}, {swap['bytes'] / 1e6:.3g} MB. {NOTE}")
 
 
 def swap_figures(swap: Mapping[str, Any], name: str) -> list[Figure]:
