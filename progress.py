@@ -26,8 +26,10 @@ _logger = logging.getLogger(__name__)
 
 
 def draws_bars() -> bool:
-    """Whether stderr is a terminal that can redraw a line."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    """Whether stderr is a terminal that can redraw a line, and knows how long one is."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return False
+    return os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 def say(line: str) -> None:

@@ -281,7 +281,11 @@ def ratio_text(value: float | None) -> str:
 def _joined(a: Figure, b: Figure) -> Figure | None:
     """Both in one plot, where they are of a kind that allows it."""
     if isinstance(a, Lines) and isinstance(b, Lines):
-        lines = [Line(f"{side}: {line.name}", line.x, line.y) for side, of in (("A", a), ("B", b)) for line in of.lines]
+        lines = [
+            Line(f"{side}: {line.name}", line.x, line.y, side == "B")
+            for side, of in (("A", a), ("B", b))
+            for line in of.lines
+        ]
         return Lines(a.title, a.caption, a.x_label, a.y_label, tuple(lines), a.x_log, a.steps)
     if isinstance(a, Bars) and isinstance(b, Bars) and a.names == b.names:
         series, ceilings = (

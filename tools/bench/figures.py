@@ -41,6 +41,7 @@ class Line(Struct, frozen=True):
     name: str
     x: tuple[float, ...]
     y: tuple[float, ...]
+    dashed: bool = False
 
 
 class Lines(Struct, frozen=True, tag="lines"):
@@ -150,8 +151,10 @@ def _for_a_page(text: str) -> str:
 
 
 def _draw_lines(axes: Axes, figure: Lines) -> None:
-    for index, line in enumerate(figure.lines):
-        color, dashes = _COLORS[index % len(_COLORS)], "-" if index < len(_COLORS) else "--"
+    drawn = {False: 0, True: 0}  # each kind has the colours to itself: a dashed curve is paired with a solid one
+    for line in figure.lines:
+        color, dashes = _COLORS[drawn[line.dashed] % len(_COLORS)], "--" if line.dashed else "-"
+        drawn[line.dashed] += 1
         if figure.steps:
             axes.step(line.x, line.y, where="post", label=line.name, color=color, linestyle=dashes)
         else:
@@ -229,7 +232,7 @@ def _legend(canvas: Canvas, axes: Axes) -> None:
     handles: Any
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        columns = min(len(labels), 6)
+        columns = max(1, min(len(labels), int(14 * canvas.get_figwidth() / (5 + max(map(len, labels))))))
         canvas.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=8)
 
 

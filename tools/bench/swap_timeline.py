@@ -122,7 +122,7 @@ def _moments(request: Request, zero: float, end_ms: float) -> tuple[float, ...]:
 
 
 PHASES = (Column("phase", "phase", case=True), Column("ms", "ms"))
-NOTE = "queue and copy out: it leaves. stall: it is in CPU memory. queue and copy in: it returns. resume: to its next token."
+NOTE = "out: it leaves. stall: it is in CPU memory. in: it returns. resume: from there to its next token."
 
 
 def swap_table(swap: Mapping[str, Any], name: str) -> Table:
