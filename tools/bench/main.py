@@ -1,4 +1,4 @@
-"""Benchmarks of a running or fresh engine (serve, swap, jitter), and of the GPU's kernels alone.
+"""Benchmarks of a running or fresh engine (serve, swap, jitter, monitor), and of the GPU's kernels alone.
 
 Owns: the list of benchmarks. Does not know: their settings or what they measure.
 """
@@ -15,6 +15,7 @@ BENCHMARKS = {
     "serve": "tokens/s and latency over concurrency; also against transformers, and over HTTP",
     "swap": "swaps in every KV format: forced, under load, of a long request, of a prefix; against the link's peak",
     "jitter": "times between tokens of swapped and other requests, with and without swap pressure",
+    "monitor": "what ten subscribers, and two stuck ones, cost the engine's steps",
     "kernels": "every kernel alone on this GPU, against its measured ceilings",
 }
 
