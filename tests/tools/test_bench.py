@@ -208,7 +208,7 @@ def test_dispatcher_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> 
     assert main.main(["--help"]) == 0
     assert "jitter" in capsys.readouterr().out
     assert main.main(["nix"]) == 2
-    assert "serve, swap, jitter, kernels" in capsys.readouterr().err
+    assert "serve, swap, jitter, monitor, kernels" in capsys.readouterr().err
 
 
 def test_throughput_is_shown_with_and_without_a_comparison() -> None:
