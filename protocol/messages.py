@@ -243,13 +243,29 @@ class Metric(Struct, frozen=True):
 
 
 class TierUse(Struct, frozen=True):
-    """Blocks of the GPU tier by state. used + cached + in_flight + free == total."""
+    """Blocks of one tier by state. used + cached + in_flight + free == total; `shared` of the used ones are used by
+    more than one request.
+    """
 
-    total: int
-    used: int
-    cached: int
-    in_flight: int
-    free: int
+    total: int = 0
+    used: int = 0
+    cached: int = 0
+    in_flight: int = 0
+    free: int = 0
+    shared: int = 0
+
+
+class LinkUse(Struct, frozen=True):
+    """Copies between the tiers: payload bytes since the start, bytes a second over the last half second, and the most
+    bytes a second that the link did when it was measured at load (0: there is no CPU tier).
+    """
+
+    out_bytes: int = 0
+    in_bytes: int = 0
+    out_bytes_per_s: float = 0.0
+    in_bytes_per_s: float = 0.0
+    peak_out_bytes_per_s: float = 0.0
+    peak_in_bytes_per_s: float = 0.0
 
 
 class CpuOffload(Struct, frozen=True):
@@ -264,7 +280,9 @@ class CpuOffload(Struct, frozen=True):
 
 
 class RequestRow(Struct, frozen=True):
-    """One live request as a monitor shows it."""
+    """One live request as a monitor shows it. `stall_s`: all its time swapped out; `stalled_s`: of the swap it is in
+    now, else 0. `ttft_s` and `tpot_s`: None until there is a first and a second token.
+    """
 
     request_id: str
     peer: str
@@ -278,6 +296,12 @@ class RequestRow(Struct, frozen=True):
     age_s: float
     priority: int
     moved_bytes: int = 0
+    stalled_s: float = 0.0
+    queue_s: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    cached_tokens: int = 0
+    recomputes: int = 0
 
 
 class Stats(Struct, frozen=True, tag="stats"):
@@ -297,6 +321,8 @@ class Stats(Struct, frozen=True, tag="stats"):
     tokens_per_s: float
     requests: tuple[RequestRow, ...]
     metrics: tuple[Metric, ...]
+    cpu: TierUse = TierUse()
+    link: LinkUse = LinkUse()
 
 
 EngineMessage = Welcome | Pong | Tokens | SwapEvent | Refused | Fault

@@ -77,8 +77,7 @@ class Prefixes:
         if not self._enabled or not request.indexed_blocks < full <= len(request.blocks):
             return
         request.chain.extend(request.tokens, full, self._block_size)
-        new = slice(request.indexed_blocks, full)
-        self._tiers.index.insert(request.chain.digests[new], request.blocks[new])
+        self._tiers.name(request.blocks, request.chain.digests, range(request.indexed_blocks, full), request.tokens)
         request.indexed_blocks = full
 
     def forget(self, request: Request) -> None:

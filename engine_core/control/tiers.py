@@ -20,6 +20,7 @@ Blocks come by hundreds, and a step waits for each plan: so what is done to one 
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
@@ -30,6 +31,7 @@ from .plan import Direction
 from .prefix_index import PrefixIndex
 from .request import Request
 from .swap import NO_SLOT, Block, BlockEvent, Move, Residency, Shelf, advance
+from .tier_log import TierLog
 from .updates import SwapReason
 
 _Shelves = tuple[Shelf | None, Shelf | None]  # of a block's slots in either tier
@@ -37,9 +39,13 @@ _GPU, _CPU = attrgetter("gpu"), attrgetter("cpu")
 
 
 class Tiers:
-    """The GPU pool, the CPU pool, and the blocks in them. `num_cpu_blocks` 0 means that nothing is ever copied out."""
+    """The GPU pool, the CPU pool, and the blocks in them. `num_cpu_blocks` 0 means that nothing is ever copied out.
 
-    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+    `log`, if there is one, is told where the index's blocks are.
+    """
+
+    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, log: TierLog | None = None) -> None:
+        self._log = log
         self.index = PrefixIndex()
         self.moves: dict[int, Move] = {}
         self._gpu, self._cpu = BlockPool(num_gpu_blocks), BlockPool(num_cpu_blocks)
@@ -50,6 +56,7 @@ class Tiers:
         self._cpu_cached: Shelf = OrderedDict()
         self._both_cached: Shelf = OrderedDict()
         self._spare: Shelf = OrderedDict()
+        self._shared: set[Block] = set()  # blocks with more than one owner
         self._moves_begun = 0
         self._shelves: dict[Residency, Callable[[Block], _Shelves]] = {
             Residency.GPU: self._shelves_on_gpu,
@@ -117,6 +124,15 @@ class Tiers:
         """The CPU tier's blocks by state."""
         return self._cpu.use((self._cpu_cached, self._both_cached, self._spare), self._in_flight())
 
+    def shared(self) -> tuple[int, int]:
+        """Of the used blocks of the GPU tier, and of the CPU tier, those that more than one request owns.
+
+        Looks at every block that several own: for monitors, not for every step.
+        """
+        still = [block for block in self._shared if block.move is None]
+        on_gpu = [block for block in still if block.gpu != NO_SLOT]
+        return len(on_gpu) - self.giving_way(on_gpu), sum(block.cpu != NO_SLOT and block.cpu_shelf is None for block in still)
+
     def _in_flight(self) -> int:
         return sum(len(move.blocks) for move in self.moves.values())
 
@@ -134,14 +150,15 @@ class Tiers:
     def share(self, blocks: Sequence[Block]) -> None:
         """One more request owns and uses these."""
         for block in blocks:
-            block.owners += 1
             block.users += 1
-        self._settle(blocks)
+        self.own(blocks)
 
     def own(self, blocks: Sequence[Block]) -> None:
         """One more request owns these, without using them now."""
         for block in blocks:
             block.owners += 1
+            if block.owners == 2:
+                self._shared.add(block)
         self._settle(blocks)
 
     def park(self, blocks: Sequence[Block]) -> None:
@@ -173,6 +190,8 @@ class Tiers:
         """A request gives these up; `used` says that it ran. What nobody owns and the index does not name is freed."""
         for block in blocks:
             block.owners -= 1
+            if block.owners == 1:
+                self._shared.remove(block)
             block.users -= used
         self._settle(blocks)
 
@@ -182,8 +201,18 @@ class Tiers:
             self._drop_cpu([block])
         assert block.residency is Residency.GPU, f"a write to a block in {block.residency.name}"
 
+    def name(self, blocks: Sequence[Block], digests: Sequence[bytes], new: range, tokens: array[int]) -> None:
+        """Let the `new` ones of a request's blocks be found, unless others with their content are. They are full, and
+        `digests` are those of the request's prefixes, `tokens` its tokens.
+        """
+        for position in new:
+            if self.index.insert(digests[position], blocks[position]) and self._log is not None:
+                self._log.named(blocks[position], digests, position, tokens)
+
     def forget(self, block: Block) -> None:
         """The content of this block is not to be found any more, in either tier."""
+        if self._log is not None:
+            self._log.forgotten(block)
         self.index.drop(block)
         self._settle([block])
 
@@ -204,6 +233,8 @@ class Tiers:
     def complete(self, move_id: int) -> Move:
         """All bytes have arrived: the blocks are in both tiers."""
         move = self._end(move_id, BlockEvent.COPIED)
+        if self._log is not None:
+            self._log.arrived(move.blocks, "CPU" if move.direction is Direction.OUT else "GPU")
         # What comes in ahead of its turn goes last of all that may be given up, what leaves goes first.
         self._settle(move.blocks, first=move.direction is Direction.OUT)
         return move
@@ -246,11 +277,15 @@ class Tiers:
         return _slots(self._cpu, count, shelves, self._drop_cpu)
 
     def _drop_gpu(self, blocks: Collection[Block]) -> None:
+        if self._log is not None:
+            self._log.left(blocks, "GPU")
         advance(blocks, BlockEvent.DROP_GPU)
         self._free_gpu(blocks)
         self._settle(blocks)
 
     def _drop_cpu(self, blocks: Collection[Block]) -> None:
+        if self._log is not None:
+            self._log.left(blocks, "CPU")
         advance(blocks, BlockEvent.DROP_CPU)
         self._free_cpu(blocks)
         self._settle(blocks)

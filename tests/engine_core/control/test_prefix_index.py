@@ -31,21 +31,21 @@ def test_a_chain_grows_to_the_same_digests() -> None:
 def test_match_ends_at_the_first_gap() -> None:
     index, blocks = PrefixIndex(), [Block(), Block(), Block()]
     digests = digests_of(list(range(12)))
-    index.insert(digests, blocks)
+    assert all(map(index.insert, digests, blocks))
     assert [block.digest for block in blocks] == digests
     assert index.match(digests) == blocks
     index.drop(blocks[1])
     index.drop(blocks[1])
     assert index.match(digests) == blocks[:1] and blocks[1].digest is None
     other = Block()
-    index.insert(digests[1:2], [other])
+    index.insert(digests[1], other)
     assert index.match(digests) == [blocks[0], other, blocks[2]]
 
 
 def test_the_first_block_of_a_prefix_stays_its_block() -> None:
     index, first, second = PrefixIndex(), Block(), Block()
     (digest,) = digests_of([1, 2, 3, 4])
-    index.insert([digest] * 3, [first, second, first])
+    assert [index.insert(digest, block) for block in (first, second, first)] == [True, False, False]
     assert (first.digest, second.digest) == (digest, None)
     index.drop(second)
     assert index.match([digest]) == [first] and index.holder(digest) is first and len(index) == 1

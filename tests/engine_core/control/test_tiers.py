@@ -13,7 +13,7 @@ def indexed(tiers: Tiers, count: int) -> list[Block]:
     """Blocks that a running request has and the index names."""
     blocks = tiers.allocate(count)
     for block in blocks:
-        tiers.index.insert([f"digest {id(block)}".encode()], [block])
+        tiers.index.insert(f"digest {id(block)}".encode(), block)
     return blocks
 
 
