@@ -1,7 +1,7 @@
 """Int8 matrices with a scale per group of columns: the packed layout, and products with few rows of activations.
 
-Owns: `W8Matrix` and `pack_w8` (the layout that all W8 kernels read, the embedding's in `fused` too), and their reference
-in plain torch. Does not know: checkpoints, layers, which kernel a model takes for which number of rows.
+Owns: `W8Matrix` and `pack_w8` (the layout that all kernels over int8 weights read, `fused.embed` too), and their
+reference in plain torch. Does not know: checkpoints, layers, which kernel a model takes for which number of rows.
 
 An [N, K] matrix is cut into units of 16 rows x 32 k, a group each. `codes` holds a unit as 32 lanes x 16 bytes; lane
 4g + t has columns 8t to 8t + 7 of row g, then of row g + 8: A fragments of two tensor-core instructions m16n8k16, whose
@@ -38,8 +38,8 @@ _PACKED_AT_ONCE = 16 << 20  # bytes of codes: bounds the temporaries of packing
 class W8Matrix:
     """A packed [n, k] matrix.
 
-    `codes` int8 [N/16, K/32, 8, 4, 2, 8] (row g; t; row g or g + 8; column), `scales` fp16 [N/16, K/32, 8, 2] (row g; row
-    g or g + 8), with N and K the padded sizes.
+    `codes` int8 [N/16, K/32, 8, 4, 2, 8] (row g; t; row g or g + 8; column), `scales` fp16 [N/16, K/32, 8, 2] (row g;
+    row g or g + 8), with N and K the padded sizes.
     """
 
     codes: Tensor

@@ -25,7 +25,8 @@ __device__ __forceinline__ void codes_to_pairs(uint32 word, uint32 &first, uint3
         // 0x6400 | u is the half 1024 + u.
         const uint32 low = __byte_perm(word ^ 0x80808080u, 0x64646464u, selector), sign = 0x64806480u;  // 1024 + 128
 #endif
-        const Activation2 pair = __hsub2(*reinterpret_cast<const Activation2 *>(&low), *reinterpret_cast<const Activation2 *>(&sign));
+        const Activation2 pair =
+            __hsub2(*reinterpret_cast<const Activation2 *>(&low), *reinterpret_cast<const Activation2 *>(&sign));
         *pairs[i] = *reinterpret_cast<const uint32 *>(&pair);
     }
 }

@@ -1,10 +1,10 @@
 // out = x W^T in fp32 for few rows of x, here called tokens, and W in int8 (w8.cuh).
 //
-// A warp owns a run of 16 rows each of W, whole: one run of memory, which it reads from end to end, STEP_UNITS units at a
-// time, STAGES steps ahead into a ring of shared memory that no other warp touches. Blocks share x, as many columns of it
-// as fit: then the sums so far wait in `out` while the next columns are brought. So a sum adds its groups one after the
-// other in fp32, whatever the tokens beside it, the form and the columns that fit. Weights depend on nobody: the rings
-// are filled before the wait for the previous kernel.
+// A warp owns a run of 16 rows each of W, whole: one run of memory, which it reads from end to end, STEP_UNITS units at
+// a time, STAGES steps ahead into a ring of shared memory that no other warp touches. Blocks share x, as many columns of
+// it as fit: then the sums so far wait in `out` while the next columns are brought. So a sum adds its groups one after
+// the other in fp32, whatever the tokens beside it, the form and the columns that fit. Weights depend on nobody: the
+// rings are filled before the wait for the previous kernel.
 //
 // Macros: TOKEN_TILES (8 tokens each), WARPS, STAGES, STEP_UNITS.
 // Block: WARPS * 32, one on a multiprocessor. Grid: (any, ceil(tokens / TOKENS)).
@@ -26,10 +26,12 @@ struct WeightStream {
     uint8 *ring;
     const uint8 *codes, *scales;  // this lane's, of the first step of the first row block
     int tiles, steps, chunk;      // row blocks of this warp, steps of each, steps for which x is held at a time
-    int tile, step, begin, stage; // what to fetch next, where its chunk begins; the ring's oldest stage
+    int tile, step, begin, stage;  // what to fetch next, where its chunk begins; the ring's oldest stage
 
-    __device__ __forceinline__ WeightStream(uint8 *ring, const uint8 *codes, const uint8 *scales, int first, int tiles, int steps, int chunk)
-        : ring(ring), tiles(tiles), steps(steps), chunk(chunk), tile(0), step(0), begin(tiles > 0 ? 0 : steps), stage(0) {
+    __device__ __forceinline__ WeightStream(uint8 *ring, const uint8 *codes, const uint8 *scales, int first, int tiles,
+                                            int steps, int chunk)
+        : ring(ring), tiles(tiles), steps(steps), chunk(chunk), tile(0), step(0), begin(tiles > 0 ? 0 : steps),
+          stage(0) {
         const int lane = threadIdx.x % WARP;
         this->codes = codes + size_t(first) * steps * CODE_BYTES + lane * 16;
         this->scales = scales + size_t(first) * steps * STEP_SCALE_BYTES + lane * 16;
@@ -41,7 +43,8 @@ struct WeightStream {
             const size_t place = tile * steps + step;
             uint8 *to = ring + stage * STAGE_BYTES + lane * 16;
 #pragma unroll
-            for (int u = 0; u < STEP_UNITS; u++) copy_async(to + u * UNIT_BYTES, codes + place * CODE_BYTES + u * UNIT_BYTES);
+            for (int u = 0; u < STEP_UNITS; u++)
+                copy_async(to + u * UNIT_BYTES, codes + place * CODE_BYTES + u * UNIT_BYTES);
             if (lane < STEP_SCALE_BYTES / 16) copy_async(to + CODE_BYTES, scales + place * STEP_SCALE_BYTES);
             if (++step == min(begin + chunk, steps)) {
                 if (++tile == tiles) tile = 0, begin += chunk;
@@ -66,7 +69,9 @@ struct Tokens {
     }
 
     // B fragments of both halves of a unit, its columns in the order in which codes_to_pairs gives those of W.
-    __device__ __forceinline__ uint4 load(int tile, int k) const { return *reinterpret_cast<const uint4 *>(x + offset[tile] + k); }
+    __device__ __forceinline__ uint4 load(int tile, int k) const {
+        return *reinterpret_cast<const uint4 *>(x + offset[tile] + k);
+    }
 
     // `columns` of x [count, k], zeros past its end. Past the L1, as another kernel has just written them.
     __device__ __forceinline__ void stage(const Activation *from, int k, int begin, int columns) {
@@ -76,7 +81,8 @@ struct Tokens {
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 const int piece = first + i * THREADS, token = piece / pieces, column = begin + piece % pieces * 8;
-                values[i] = piece < all && column < k ? __ldcg(reinterpret_cast<const uint4 *>(from + size_t(token) * k + column)) : uint4{};
+                const uint4 *place = reinterpret_cast<const uint4 *>(from + size_t(token) * k + column);
+                values[i] = piece < all && column < k ? __ldcg(place) : uint4{};
             }
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
@@ -95,7 +101,8 @@ __device__ __forceinline__ void multiply(Accumulators &acc, const uint8 *stage, 
 #pragma unroll
     for (int u = 0; u < STEP_UNITS; u++) {
         const uint4 codes = *reinterpret_cast<const uint4 *>(stage + u * UNIT_BYTES + lane * 16);
-        const float2 scale = __half22float2(*reinterpret_cast<const __half2 *>(stage + CODE_BYTES + u * SCALE_BYTES + lane / 4 * 4));
+        const uint8 *scales = stage + CODE_BYTES + u * SCALE_BYTES + lane / 4 * 4;
+        const float2 scale = __half22float2(*reinterpret_cast<const __half2 *>(scales));
         uint32 a[2][4];
         codes_to_pairs(codes.x, a[0][0], a[0][2]);
         codes_to_pairs(codes.z, a[0][1], a[0][3]);
@@ -146,7 +153,8 @@ w8_linear(const Activation *x, const uint8 *codes, const uint8 *scales, float *o
     for (int i = 0; i < STAGES; i++) stream.fetch();
 
     const int first_token = blockIdx.y * TOKENS;
-    Tokens tokens(reinterpret_cast<Activation *>(shared + WARPS * STAGES * STAGE_BYTES), min(TOKENS, total_tokens - first_token), chunk * STEP_K + X_PADDING);
+    Tokens tokens(reinterpret_cast<Activation *>(shared + WARPS * STAGES * STAGE_BYTES),
+                  min(TOKENS, total_tokens - first_token), chunk * STEP_K + X_PADDING);
     const Output output = {out + size_t(first_token) * stride, tokens.count, n, stride};
 
     wait_for_previous_kernel();
