@@ -1,10 +1,10 @@
 // out = x W^T in fp32 for few rows of x, here called tokens, and W in int8 (w8.cuh).
 //
-// A warp owns a run of 16 rows each of W, whole: one run of memory, which it reads from end to end, STEP_UNITS units at
-// a time, STAGES steps ahead into a ring of shared memory that no other warp touches. Blocks share x, as many columns of
-// it as fit: then the sums so far wait in `out` while the next columns are brought. So a sum adds its groups one after
-// the other in fp32, whatever the tokens beside it, the form and the columns that fit. Weights depend on nobody: the
-// rings are filled before the wait for the previous kernel.
+// A warp owns a run of 16 rows each of W, whole: one run of memory, which it reads from end to end, STEP_UNITS units
+// at a time, STAGES steps ahead into a ring of shared memory that no other warp touches. Blocks share x, as many
+// columns of it as fit: then the sums so far wait in `out` while the next columns are brought. So a sum adds its
+// groups one after the other in fp32, whatever the tokens beside it, the form and the columns that fit. Weights depend
+// on nobody: the rings are filled before the wait for the previous kernel.
 //
 // Macros: TOKEN_TILES (8 tokens each), WARPS, STAGES, STEP_UNITS.
 // Block: WARPS * 32, one on a multiprocessor. Grid: (any, ceil(tokens / TOKENS)).
