@@ -144,13 +144,14 @@ class CudaExecutor:
         )
 
     def _load_decoder(self, memory: float) -> CudaDecoder:
-        """With dense copies of four-bit linears where these would take little of the memory that may be taken."""
+        """With dense copies of packed matrices where these would take little of the memory that may be taken."""
         config, model = self._config, self.model_config
         dummy = config.load_format == "dummy"
         source = DummyCheckpoint(model, config.seed, DEVICE) if dummy else Checkpoint(model.path, DEVICE)
         block_bytes = paged_kv_block_bytes(model.kv_shape, config.block_size, self.kv_format)
         asked_for = (config.num_gpu_blocks or 0) * block_bytes
-        copies = cuda_memory.dense_copies_fit(model.linear_elements * self._dtype.itemsize, memory, asked_for)
+        elements = model.linear_elements + model.int8_head_elements
+        copies = cuda_memory.dense_copies_fit(elements * self._dtype.itemsize, memory, asked_for)
         copies = copies and not config.deterministic  # a pass has too few rows for them
         return load_cuda_decoder(model, source, self._dtype, self._sizes.max_len, copies)
 
