@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
 import os
@@ -10,10 +11,13 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
 from coldblock import progress
+from coldblock.tools import daemons
 from coldblock.tools.errors import ToolError
+from tiny_models import load, save_tiny
 
 WORK = """
 import time
@@ -100,6 +104,33 @@ def test_a_process_that_keeps_a_log_says_it_there(
     assert caplog.messages[0].startswith("loading weights: 1 of 2 layers (50%), about 00:00 left")
     assert caplog.messages[1].startswith("loading weights: done in 00:00")
     assert caplog.messages[2].startswith("checking: 33% of 3.00MB")
+
+
+def test_loading_a_model_and_waiting_for_it_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    save_tiny(tmp_path)
+    with caplog.at_level(logging.INFO):
+        load(tmp_path)
+    assert caplog.messages[0].startswith("loading weights: 1 of 2 layers (50%)")
+
+
+async def test_who_waits_for_an_engine_sees_its_last_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(daemons, "_SHOW_S", 0.01)
+    (tmp_path / "log").write_text("free memory\nloading weights: 3 of 9 layers\n\n")
+    with caplog.at_level(logging.INFO):
+        await daemons._shown("engine", tmp_path / "log", asyncio.sleep(0.1))
+        with pytest.raises(ToolError):
+            await daemons._shown("engine", tmp_path / "nowhere", fail())
+    assert "starting the engine: 00:00, loading weights: 3 of 9 layers" in caplog.messages
+
+
+async def fail() -> None:
+    raise ToolError("no")
 
 
 def test_work_that_fails_leaves_its_error_alone() -> None:

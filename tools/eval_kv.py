@@ -143,9 +143,9 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
 
 FORMATS = (
     Column("KV", "kv_format", case=True),
-    Column("perplexity", lambda row: round(row["perplexity"], 3), better="lower"),
-    Column("KL", lambda row: float(f"{row['mean_kl']:.2g}"), better="lower"),
-    Column("p99 KL", lambda row: float(f"{row['p99_kl']:.2g}"), better="lower"),
+    Column("perplexity", "perplexity", better="lower"),
+    Column("KL", "mean_kl", better="lower"),
+    Column("p99 KL", "p99_kl", better="lower"),
     Column("same top-1, %", "top1_agreement", 100, better="higher"),
     Column("bytes a token", "bytes_per_token", better="lower"),
     Column("tokens in 1 GiB", lambda row: tokens_in(GIB, row["bytes_per_token"]), better="higher"),

@@ -194,7 +194,7 @@ def test_a_folder_that_cannot_be_is_refused_before_measuring(
 
 def test_table_aligns_and_rounds() -> None:
     table = report.Table("title", (Heading("a"), Heading("long")), ((1, 0.123456), ("xyz", 1234.56), (None, 12345)))
-    assert table.text().splitlines() == ["title", "  a    long", "  1   0.123", "xyz   1,235", "  -  12,345"]
+    assert table.text().splitlines() == ["title", "  a    long", "  1  0.1235", "xyz   1,235", "  -  12,345"]
 
 
 def test_a_benchmark_of_swaps_refuses_an_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:

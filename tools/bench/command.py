@@ -67,7 +67,7 @@ def conclude(
         tables=tuple(tables),
         figures=tuple(figures),
     )
-    print("\n\n".join(table.text() for table in tables) + "\n")
+    print("\n\n".join([title, *(table.text() for table in tables)]) + "\n")
     written = report.write(settings.out or report.default_folder(), found)
     print(f"written: {', '.join(map(str, written))}")
     return EXIT_OK if passed else EXIT_FAILED

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -98,6 +98,7 @@ class Timeline(Struct, frozen=True, tag="timeline"):
 
 
 Figure = Lines | Bars | Timeline
+Value = Callable[[Mapping[str, Any]], float]
 
 
 def share_below(name: str, values: Sequence[float]) -> Line:
@@ -107,6 +108,24 @@ def share_below(name: str, values: Sequence[float]) -> Line:
     ranks = sorted({*range(0, len(ordered), step), len(ordered) - 1} - {-1})
     places, shares = [ordered[rank] for rank in ranks], [(rank + 1) / len(ordered) for rank in ranks]
     return Line(name, (*places[:1], *places), (*[0.0][: len(places)], *shares))
+
+
+def bars_by_format(
+    title: str,
+    caption: str,
+    label: str,
+    results: Sequence[Mapping[str, Any]],
+    series: Mapping[str, Value],
+    ceilings: Mapping[str, Value] | None = None,
+    ceiling_name: str = "",
+) -> Bars:
+    """A group of bars for each result, which is of one KV format: what the series' functions make of it."""
+
+    def values(of: Mapping[str, Value]) -> dict[str, tuple[float, ...]]:
+        return {name: tuple(value(result) for result in results) for name, value in of.items()}
+
+    names = tuple(result["kv_cache_dtype"] for result in results)
+    return Bars(title, caption, label, names, values(series), values(ceilings or {}), ceiling_name)
 
 
 def svg(figure: Figure) -> str:

@@ -7,6 +7,7 @@ measured, how the page looks (`page`), how plots are drawn (`figures`), how two 
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,8 @@ FIRST_SCHEMA = 1
 """Of files without a number: they have results and no tables."""
 SCHEMA = 2
 """Of the files that are written."""
+
+_TEXT_WIDTH = 100  # of notes on a terminal
 
 Better = Literal["higher", "lower"]
 
@@ -57,7 +60,7 @@ class Table(Struct, frozen=True):
         cells = [[heading.text for heading in self.headings], *([show(value) for value in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
-        return "\n".join([self.title, *lines, *([self.note] if self.note else [])])
+        return "\n".join([self.title, *lines, *([textwrap.fill(self.note, _TEXT_WIDTH)] if self.note else [])])
 
 
 class Report(Struct):
@@ -129,14 +132,14 @@ def distribution_columns(path: str = "") -> list[Column]:
 
 
 def show(value: Cell) -> str:
-    """A cell as people read it: floats with three significant digits, a spread with its extremes."""
+    """A cell as people read it: floats with four significant digits, a spread with its extremes."""
     if isinstance(value, Spread):
         return f"{show(value.value)} ({show(value.low)} to {show(value.high)})"
     if value is None:
         return "-"
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else value
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 # ---------------------------------------------------------------- files

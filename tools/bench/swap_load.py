@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from ...protocol.messages import ModelInfo
 from .engines import inward, outward
-from .figures import Bars, Figure
+from .figures import Figure, bars_by_format
 from .link import Link, copies_table, measure_link, summarize_copies
 from .pressure import Observed, PressureSettings, group_tables, grouped, observe, summarize_group
 from .report import Column, Table, table
@@ -105,34 +106,30 @@ LOAD = (
 
 def figures(results: Sequence[Mapping[str, Any]]) -> list[Figure]:
     """Both throughputs, times per token, the copies' bandwidth, and one swap of the first format that has any."""
-    names = tuple(result["kv_cache_dtype"] for result in results)
     first = results[0]
     swaps = [(swap, result["kv_cache_dtype"]) for result in results if (swap := result["one_swap"])]
     return [
-        Bars(
+        bars_by_format(
             "Throughput under pressure",
             f"{first['requests']} requests on {first['blocks']} of the {first['blocks_for_all']} blocks that all need.",
             "tokens/s",
-            names,
-            {
-                "under pressure": tuple(result["tokens_per_s"] for result in results),
-                "room for all": tuple(result["tokens_per_s_with_room"] for result in results),
-            },
+            results,
+            {"under pressure": itemgetter("tokens_per_s"), "room for all": itemgetter("tokens_per_s_with_room")},
         ),
-        Bars(
+        bars_by_format(
             "Time per output token, median",
             "Victims were swapped out or recomputed meanwhile, which their time includes; bystanders were not.",
             "ms",
-            names,
-            {who: tuple(1e3 * r["groups"][who]["tpot_s"]["p50"] for r in results) for who in first["groups"]},
+            results,
+            {who: lambda r, who=who: 1e3 * r["groups"][who]["tpot_s"]["p50"] for who in first["groups"]},
         ),
-        Bars(
+        bars_by_format(
             "Copy bandwidth meanwhile",
             "Payload over the time that copies ran, without their waits; the strokes are the link's peak.",
             "GB/s",
-            names,
-            {way: tuple(result["copies"][way]["gb_per_s"] for result in results) for way in first["copies"]},
-            {way: tuple(result["copies"][way]["link_gb_per_s"] for result in results) for way in first["copies"]},
+            results,
+            {way: lambda r, way=way: r["copies"][way]["gb_per_s"] for way in first["copies"]},
+            {way: lambda r, way=way: r["copies"][way]["link_gb_per_s"] for way in first["copies"]},
             "the link alone",
         ),
         *(figure for swap, name in swaps[:1] for figure in swap_figures(swap, f"{name} KV")),

@@ -16,7 +16,7 @@ from pydantic import Field
 from ...protocol.client import AsyncClient
 from ...protocol.messages import ModelInfo, SwapEvent, SwapPhase
 from .engines import inward, outward, watched
-from .figures import Bars, Figure
+from .figures import Figure, bars_by_format
 from .link import Link, measure_link
 from .measure import Timeline, all_of, greedy, random_prompts, timed
 from .pressure import BLOCK_SIZE, PressureSettings, blocks_for, engine_of
@@ -152,18 +152,15 @@ LONG = (
 def figures(results: Sequence[Mapping[str, Any]]) -> list[Figure]:
     """The copies beside what the link takes."""
     return [
-        Bars(
+        bars_by_format(
             f"A request of {results[0]['tokens']} tokens out and back in",
             "Its copies; the strokes are what plain copies of as many bytes take when nothing else runs.",
             "ms",
-            tuple(result["kv_cache_dtype"] for result in results),
+            results,
+            {"out": lambda r: 1e3 * r["copy_out_s"], "in": lambda r: 1e3 * r["copy_in_s"]},
             {
-                "out": tuple(1e3 * result["copy_out_s"] for result in results),
-                "in": tuple(1e3 * result["copy_in_s"] for result in results),
-            },
-            {
-                "out": tuple(result["bytes_out"] / result["link_out_gb_per_s"] / 1e6 for result in results),
-                "in": tuple(result["bytes_in"] / result["link_in_gb_per_s"] / 1e6 for result in results),
+                "out": lambda r: r["bytes_out"] / r["link_out_gb_per_s"] / 1e6,
+                "in": lambda r: r["bytes_in"] / r["link_in_gb_per_s"] / 1e6,
             },
             "the link alone",
         )

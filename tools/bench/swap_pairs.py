@@ -6,7 +6,7 @@ Owns: the experiment and what counts as passing. Does not know: how swapping wor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ...protocol.client import AsyncClient
 from ...protocol.messages import ModelInfo
-from .figures import Bars, Figure
+from .figures import Figure, Value, bars_by_format
 from .measure import Timeline, all_of, greedy, random_prompts, timed
 from .pressure import BLOCK_SIZE, PressureSettings, engine_of
 from .report import VERDICT, Column, Table, table
@@ -113,7 +113,7 @@ def tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
     return [table(f"Forced swaps of {BLOCKS} blocks, two requests at a time", PAIRS, results)]
 
 
-def _per(total: str, count: str, scale: float) -> Callable[[Mapping[str, Any]], float]:
+def _per(total: str, count: str, scale: float) -> Value:
     return lambda result: float(result[total] * scale / max(1, result[count]))
 
 
@@ -135,14 +135,11 @@ PAIRS = (
 def figures(results: Sequence[Mapping[str, Any]]) -> list[Figure]:
     """The copies of a swap."""
     return [
-        Bars(
+        bars_by_format(
             "Copies of a forced swap",
             "What was still to be copied when the request left, and what it loaded when it came back.",
             "ms a swap",
-            tuple(result["kv_cache_dtype"] for result in results),
-            {
-                "out": tuple(_per("copy_out_s", "swaps", 1e3)(result) for result in results),
-                "in": tuple(_per("copy_in_s", "resumes", 1e3)(result) for result in results),
-            },
+            results,
+            {"out": _per("copy_out_s", "swaps", 1e3), "in": _per("copy_in_s", "resumes", 1e3)},
         )
     ]

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ...protocol.messages import ModelInfo
 from .engines import watched
-from .figures import Bars, Figure
+from .figures import Figure, bars_by_format
 from .measure import Timeline, greedy, random_prompts, timed
 from .pressure import BLOCK_SIZE, PressureSettings, blocks_for, engine_of
 from .report import VERDICT, Column, Table, table
@@ -117,14 +117,11 @@ PREFIX = (
 def figures(results: Sequence[Mapping[str, Any]]) -> list[Figure]:
     """Both times to the first token."""
     return [
-        Bars(
+        bars_by_format(
             f"A prefix of {results[0]['tokens']} tokens: time to the first token",
             "Computed, and loaded from the CPU tier when the same prefix comes again.",
             "ms",
-            tuple(result["kv_cache_dtype"] for result in results),
-            {
-                "computed": tuple(1e3 * result["first_ttft_s"] for result in results),
-                "again": tuple(1e3 * result["repeat_ttft_s"] for result in results),
-            },
+            results,
+            {"computed": lambda r: 1e3 * r["first_ttft_s"], "again": lambda r: 1e3 * r["repeat_ttft_s"]},
         )
     ]
