@@ -6,7 +6,6 @@ Owns: the wording and look of these. Does not know: where the values come from.
 from __future__ import annotations
 
 import os
-import re
 import unicodedata
 from functools import lru_cache
 from typing import TextIO
@@ -14,7 +13,6 @@ from typing import TextIO
 from ..protocol.messages import SwapEvent
 
 _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36"}
-_ESCAPES = re.compile(r"(\x1b\[[0-9;?]*[a-zA-Z])")
 
 
 class Style:
@@ -28,16 +26,6 @@ class Style:
         if not self.active or not text:
             return text
         return f"\x1b[{';'.join(_CODES[name] for name in names)}m{text}\x1b[0m"
-
-
-def clip(text: str, columns: int) -> str:
-    """`text` cut to so many visible columns; escape sequences take none and are all kept, so colours end."""
-    parts, left = [], columns
-    for index, part in enumerate(_ESCAPES.split(text)):
-        if index % 2 == 0:
-            part, left = part[:left], left - len(part[:left])
-        parts.append(part)
-    return "".join(parts)
 
 
 def columns_of(text: str) -> int:

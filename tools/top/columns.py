@@ -16,7 +16,7 @@ from .history import Frame, RequestKey, key_of
 
 GAP = 1  # columns of the terminal between two of the table
 ID_COLUMNS = 40  # an id gets no more of a wide terminal
-NOTHING = "–"
+NOTHING = "-"
 
 STATES = {
     "waiting": "○",
@@ -70,14 +70,16 @@ class Column:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A duration in six columns: "12 ms", "1.24 s", "340 s", "25 min"."""
+    """A duration in seven columns: "12 ms", "1.24 s", "340 s", "25 min", "4.2 h"."""
     if seconds is None:
         return NOTHING
     if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 99.95:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
-    return f"{seconds:.0f} s" if seconds < 999.5 else f"{seconds / 60:.0f} min"
+    if seconds < 999.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
 
 
 def _stall(seconds: float) -> str:
@@ -105,7 +107,8 @@ _ORDER = {state: place for place, state in enumerate(STATES)}
 
 # fmt: off
 COLUMNS = (
-    Column("REQUEST", 12, 0, "the request's id", lambda e: safe(e.row.request_id), lambda e: e.row.request_id, left=True),
+    Column("REQUEST", 12, 0, "the request's id",
+           lambda e: safe(e.row.request_id), lambda e: e.row.request_id, left=True),
     Column("FRONTEND", 10, 10, "who sent it", lambda e: safe(e.row.peer), lambda e: e.row.peer, left=True),
     Column("STATE", 14, 1, "what it does",
            lambda e: f"{STATES.get(e.row.state, '?')} {safe(e.row.state).replace('_', ' ')}",

@@ -256,9 +256,11 @@ def course_until_seen(row: RequestRow, now: float) -> deque[Change]:
     """What the first sight of a request tells of its time before: when it waited, computed its prompt, answered."""
     arrived = now - row.age_s
     changes = deque([Change(arrived, "waiting")], maxlen=CHANGES)
-    if row.state != "waiting":
-        admitted = min(now, arrived + row.queue_s)
-        changes.append(Change(admitted, "prefill" if not row.swaps else UNSEEN))
+    admitted = min(now, arrived + row.queue_s)
+    if row.swaps:
+        changes.append(Change(admitted, UNSEEN))
+    elif row.state != "waiting":
+        changes.append(Change(admitted, "prefill"))
         if row.ttft_s is not None:
-            changes.append(Change(max(admitted, arrived + row.ttft_s), "decode" if not row.swaps else UNSEEN))
+            changes.append(Change(max(admitted, arrived + row.ttft_s), "decode"))
     return changes

@@ -57,9 +57,12 @@ def bar(shares: Sequence[tuple[str, str, int]], width: int) -> Line:
     total = sum(count for _, _, count in shares)
     if not total:
         return [("·" * width, "dim")]
-    counted = itertools.accumulate(count for _, _, count in shares)
-    edges = [0, *(round(width * count / total) for count in counted)]
-    return [(sign * (end - begin), style) for (style, sign, _), (begin, end) in zip(shares, itertools.pairwise(edges))]
+    line, counted, end = [], 0, 0
+    for style, sign, count in shares:
+        counted, begin = counted + count, end
+        end = round(width * counted / total)
+        line.append((sign * (end - begin), style))
+    return line
 
 
 def graph(values: Sequence[float], width: int, height: int, style: str) -> list[Line]:
@@ -270,20 +273,17 @@ def course(track: Track, until: float, width: int) -> list[Line]:
     left = f"{'arrived' if began == track.arrived_at else 'from'} {clock(began)}"
     right = human_seconds(until - began)
     ruler: Line = [(left, "dim"), (" " * max(1, width - len(left) - len(right)), ""), (right, "dim")]
-    met = {state for state, _, _ in spans}
     legend: Line = []
     for state, sign in COURSE.items():
-        if state in met:
+        if state in states:
             legend += [(f"{sign} ", state), (f"{state.replace('_', ' ')}  ", "dim")]
     return [cells, ruler, legend]
 
 
 def _spans(changes: Iterable[Change], began: float, until: float) -> list[tuple[str, float, float]]:
     """State, begin and end of each stay between these times."""
-    ends = [*(change.time for change in changes)][1:] + [until]
-    stays = (
-        (change.state, max(began, change.time), min(until, end)) for change, end in zip(changes, ends, strict=True)
-    )
+    ends = [*itertools.islice((change.time for change in changes), 1, None), until]
+    stays = [(c.state, max(began, c.time), min(until, end)) for c, end in zip(changes, ends, strict=True)]
     return [stay for stay in stays if stay[2] > stay[1]]
 
 

@@ -23,7 +23,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from ..terminal import columns_of, shorten
-from .columns import GAP, Column, Entry, Order, fitting
+from .columns import GAP, NOTHING, Column, Entry, Order, fitting
 from .history import RequestKey
 from .panels import Line
 
@@ -240,8 +240,8 @@ class RequestTable(ScrollView, can_focus=True):
         if key is not None and key == self.selected:
             base = self.get_component_rich_style("requests--selected")
         line: Line = []
-        for (column, room), text in zip(self._columns, cells, strict=True if cells else False):
-            style = state if column.title == "STATE" else "dim" if text in ("0", "–") else ""
+        for (column, room), text in zip(self._columns, cells, strict=False):  # below the last row there are no cells
+            style = state if column.title == "STATE" else "dim" if text in ("0", NOTHING) else ""
             line += [*_cell(column, text, room, style), (" " * GAP, "")]
         return strip(line, width, base)
 
