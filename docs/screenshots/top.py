@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent
 MODEL = "smollm2-135m"
 POOL = ("--num-gpu-blocks", "60", "--max-cpu-offload-mb", "64")
 SENDERS = ("frontend-1", "notebook")
+START_S = 60.0
 LONG_ENOUGH_S = 60.0  # for graphs with a past
 SHARED = "You are a patient teacher. You explain one thing at a time, in plain words and with an example. "
 TOPICS = (
@@ -36,22 +37,23 @@ PICTURES = {
 async def main() -> None:
     """Start the engine, keep it busy, take the pictures."""
     resolve_model(MODEL)
-    async with running_engine(MODEL, *POOL) as endpoint, AsyncClient(endpoint, name="top") as watcher:
-        load = [asyncio.create_task(ask(endpoint, SENDERS[i % 2], i)) for i in range(len(TOPICS))]
-        try:
-            await watcher.ready()
-            for file, (size, keys) in PICTURES.items():
-                await take(watcher, FOLDER / file, size, keys)
-        finally:
-            for task in load:
-                task.cancel()
-            await asyncio.gather(*load, return_exceptions=True)
+    async with (
+        running_engine(MODEL, *POOL) as endpoint,
+        AsyncClient(endpoint, name="top") as watcher,
+        asyncio.TaskGroup() as group,
+    ):
+        load = [group.create_task(ask(endpoint, SENDERS[i % 2], i)) for i in range(len(TOPICS))]
+        await watcher.ready(START_S)
+        for file, (size, keys) in PICTURES.items():
+            await take(watcher, FOLDER / file, size, keys)
+        for task in load:
+            task.cancel()
 
 
 async def ask(endpoint: str, name: str, number: int) -> None:
     """One question after another, for ever."""
     async with AsyncClient(endpoint, name=name) as client:
-        await client.ready()
+        await client.ready(START_S)
         while True:
             topic = TOPICS[number % len(TOPICS)]
             sampling = SamplingParams(max_tokens=90 + 20 * (number % 7), ignore_eos=True, seed=number)
@@ -67,9 +69,9 @@ async def take(client: AsyncClient, file: Path, size: tuple[int, int], keys: tup
     async with app.run_test(size=size) as pilot:
         await asyncio.sleep(LONG_ENOUGH_S)
         await pilot.press(*keys)
-        while not (stats := app.history.frame().stats) or not (stats.swapped and stats.link.in_bytes_per_s):
+        while not (stats := app.history.frame().stats) or not (stats.swapped and stats.link.out_bytes_per_s):
             await asyncio.sleep(0.05)
-        await pilot.pause(0.2)
+        await pilot.pause(0.1)
         picture = app.export_screenshot()
     file.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))  # fonts from elsewhere
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import pty
 import re
-import select
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +20,7 @@ from coldblock.tools.top.widgets import Panel, RequestTable
 from fake_engine import swap_event
 from processes import running_engine, write_tiny_model
 from showing_engine import ShowingEngine, row
+from terminals import Terminal
 from textual.geometry import Region
 from textual.pilot import Pilot
 
@@ -188,7 +184,7 @@ async def test_selection_stays_with_its_request_and_details_show_its_course() ->
     async with three_requests() as (engine, pilot):
         await pilot.press("down", "down", "enter")
         engine.publish(swap_event("req-3", "swapped", time=time.time()))
-        await until_shown(pilot, "arrived", "▼ swapped out")
+        await until_shown(pilot, "queue 0 ms", "s  ▼ swapped out")
         engine.requests = (row("req-3", age_s=99.0, state="swapped"), *engine.requests[:2])
         await until(pilot, lambda: shown_ids(pilot)[0] == "req-3")
         assert app_of(pilot).table.selected == ("chat", "req-3")
@@ -293,50 +289,6 @@ async def test_a_live_engine_under_swap_pressure(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- on a terminal
-
-
-class Terminal:
-    """`coldblock top` on a pseudo-terminal; `written` is every byte it sent there."""
-
-    def __init__(self, endpoint: str, **environment: str) -> None:
-        self.written = b""
-        self._pid, self._fd = pty.fork()
-        if self._pid == 0:
-            kept = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-            shown = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "100", "LINES": "30"}
-            arguments = [sys.executable, "-m", "coldblock", "top", "--endpoint", endpoint]
-            os.execve(sys.executable, arguments, {**kept, **shown, **environment})
-
-    def read_until(self, text: str) -> None:
-        end = time.monotonic() + 30
-        while text.encode() not in self.written:
-            assert time.monotonic() < end, self.written[-2000:]
-            self._read()
-
-    def end(self, by: bytes | int) -> int:
-        """Press a key or send a signal; the exit code."""
-        if isinstance(by, bytes):
-            os.write(self._fd, by)
-        else:
-            os.kill(self._pid, by)
-        end = time.monotonic() + 30
-        while True:
-            ended, status = os.waitpid(self._pid, os.WNOHANG)
-            if ended:
-                break
-            if time.monotonic() > end:
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-                pytest.fail("it did not end")
-            self._read()
-        self._read()
-        os.close(self._fd)
-        return os.waitstatus_to_exitcode(status)
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):  # its end of the line is closed
-            if select.select([self._fd], [], [], 0.1)[0]:
-                self.written += os.read(self._fd, 1 << 16)
 
 
 COLOURS = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;[0-9;]*)?m")

@@ -44,6 +44,7 @@ THEME = Theme(
     },
 )
 
+PUBLISHED_S = 0.5  # between two snapshots, about
 TITLES = {"tiers": "KV blocks", "copies": "copies", "load": "load", "detail": "request", "log": "events"}
 
 
@@ -66,7 +67,7 @@ class TopApp(App[None]):
         Binding("enter", "details", "Details", key_display="⏎"),
         Binding("l", "log", "Log"),
         Binding("q,ctrl+c", "quit", "Quit", key_display="q"),
-        Binding("escape", "back", show=False),
+        Binding("escape", "close", show=False),
     ]
 
     def __init__(self, client: AsyncClient, interval_s: float = 0.5) -> None:
@@ -118,7 +119,9 @@ class TopApp(App[None]):
     def _changed(self) -> None:
         """There is something new: show it, unless paused or shown something just now."""
         now = time.monotonic()
-        if self._paused_at is None and now - self._shown_at >= self._interval_s - 0.25:
+        if not self.query(RequestTable):  # the screen is being taken down
+            return
+        if self._paused_at is None and now - self._shown_at >= self._interval_s - PUBLISHED_S / 2:
             self._shown_at = now
             self._frame = self.history.frame()
             self._redraw()
@@ -212,7 +215,7 @@ class TopApp(App[None]):
         self.query_one("#filter").display = False
         self.table.focus()
 
-    def action_back(self) -> None:
+    def action_close(self) -> None:
         """Undo the last thing that is open: the filter, the details, following."""
         field, detail = self.query_one("#filter", Input), self._panel("detail")
         if field.display or self._pattern:
@@ -260,11 +263,6 @@ class TopApp(App[None]):
     def action_help(self) -> None:
         """What everything means."""
         self.push_screen(Help())
-
-
-def _title(widget: RequestTable, text: str) -> None:
-    if widget.border_title != text:
-        widget.border_title = Content(text)  # not markup: a filter may hold brackets
 
 
 class Help(ModalScreen[None]):

@@ -155,7 +155,7 @@ def entries(frame: Frame, order: Order, pattern: str) -> list[Entry]:
         if not wanted or any(wanted in text.casefold() for text in (row.request_id, row.peer, row.state))
     ]
     key = BY_TITLE[order.title].key
-    return sorted(found, key=key, reverse=order.reverse)  # type: ignore[arg-type]  # one column's keys are of one type
+    return sorted(found, key=key, reverse=order.reverse)
 
 
 def fitting(width: int, sorted_by: str) -> list[tuple[Column, int]]:

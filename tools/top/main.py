@@ -72,8 +72,9 @@ async def watch(settings: TopSettings) -> int:
             )
         from .app import TopApp  # it needs textual
 
-        await TopApp(client, settings.interval).run_async()
-    return EXIT_OK
+        app = TopApp(client, settings.interval)
+        await app.run_async()
+        return app.return_code or EXIT_OK
 
 
 def require_textual() -> None:

@@ -156,20 +156,24 @@ def copies(frame: Frame, width: int, height: int) -> list[Line]:
     if stats is None:
         return []
     link, half = stats.link, max(1, (width - 2) // 2)
-    ways = (
-        ("▼ out", "out", link.out_bytes_per_s, link.peak_out_bytes_per_s, past.out_bytes_per_s),
-        ("▲ in", "in", link.in_bytes_per_s, link.peak_in_bytes_per_s, past.in_bytes_per_s),
+    out = _rate("▼ out", "out", link.out_bytes_per_s, link.peak_out_bytes_per_s, half)
+    back = _rate("▲ in", "in", link.in_bytes_per_s, link.peak_in_bytes_per_s, half)
+    return _side_by_side(
+        _with_graph(out, past.out_bytes_per_s, half, height, "out"),
+        _with_graph(back, past.in_bytes_per_s, half, height, "in"),
+        half,
     )
-    halves = []
-    for name, style, rate, peak, before in ways:
-        words: Line = [(f"{name} ", style), (f"{human_bytes(rate)}/s ", "strong")]
-        if peak:
-            words += [(f"{percent(rate, peak)} ", style)]
-            of_peak = f"of {human_bytes(peak)}/s"
-            if height > 1 and width_of(words) + columns_of(of_peak) <= half:
-                words += [(of_peak, "dim")]
-        halves.append(_with_graph(words, before, half, height, style))
-    return [[*pad(left, half), ("  ", ""), *right] for left, right in zip(*halves, strict=True)]
+
+
+def _rate(name: str, style: str, rate: float, peak: float, width: int) -> Line:
+    """One direction's speed, and its share of the peak where that is known; the peak itself where it fits."""
+    words: Line = [(f"{name} ", style), (f"{human_bytes(rate)}/s ", "strong")]
+    if peak:
+        words.append((f"{percent(rate, peak)} ", style))
+        of_peak = f"of {human_bytes(peak)}/s"
+        if width_of(words) + columns_of(of_peak) + _LEAST_BAR <= width:
+            words.append((f"{of_peak} ", "dim"))
+    return words
 
 
 def load(frame: Frame, width: int, height: int) -> list[Line]:
@@ -185,14 +189,19 @@ def load(frame: Frame, width: int, height: int) -> list[Line]:
     tokens: Line = [(f"{stats.tokens_per_s:.1f}", "strong"), (" tok/s ", "dim")]
     step: Line = [("step ", "dim"), (f"{stats.step_ms:.1f} ms ", "strong")]
     if height == 1:
-        rest = max(1, (width - width_of(counts) - 1) // 2)
-        (left,) = _with_graph(tokens, past.tokens_per_s, rest, 1, "rate")
-        (right,) = _with_graph(step, past.step_ms, rest, 1, "step")
-        return [[*counts, *left, (" ", ""), *right]]
+        room = max(1, (width - width_of(counts) - 1) // 2)
+        (tokens,) = _with_graph(tokens, past.tokens_per_s, room, 1, "rate")
+        (step,) = _with_graph(step, past.step_ms, room, 1, "step")
+        return [[*counts, *tokens, (" ", ""), *step]]
     half = max(1, (width - 2) // 2)
-    left = _with_graph(tokens, past.tokens_per_s, half, height - 1, "rate")
-    right = _with_graph(step, past.step_ms, half, height - 1, "step")
-    return [counts, *([*pad(a, half), ("  ", ""), *b] for a, b in zip(left, right, strict=True))]
+    tokens_lines = _with_graph(tokens, past.tokens_per_s, half, height - 1, "rate")
+    step_lines = _with_graph(step, past.step_ms, half, height - 1, "step")
+    return [counts, *_side_by_side(tokens_lines, step_lines, half)]
+
+
+def _side_by_side(left: list[Line], right: list[Line], width: int) -> list[Line]:
+    """Two columns of lines; the left one takes `width`."""
+    return [[*pad(a, width), ("  ", ""), *b] for a, b in zip(left, right, strict=True)]
 
 
 def _with_graph(words: Line, values: Sequence[float], width: int, height: int, style: str) -> list[Line]:

@@ -3,7 +3,7 @@
 Owns: colours, and painting no more than what changed. Does not know: where lines and entries come from.
 
 The table is drawn line by line (textual's Line API). textual's own DataTable draws every cell in view again when one
-changes, which at 200 rows costs four times what a monitor may take (see docs/monitor.md).
+changes, which at 200 rows costs four times what a monitor may take (see docs/top.md).
 """
 
 from __future__ import annotations
