@@ -156,7 +156,18 @@ def test_what_80_columns_show_and_what_a_wide_terminal_does() -> None:
     assert [c.title for c, _ in fitting(80, "STALL")] == [
         "REQUEST", "STATE", "PROMPT", "NEW", "GPU", "CPU", "SWAPS", "OUT NOW", "STALL",
     ]  # fmt: skip
-    assert [c for c, _ in fitting(150, "STALL")] == list(COLUMNS)
+    assert [c for c, _ in fitting(144, "STALL")] == list(COLUMNS)
+
+
+def test_every_title_has_room_for_the_sign_of_the_order() -> None:
+    assert [column.title for column in COLUMNS if len(column.title) >= column.width] == []
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"), [(0, 0, ""), (0, 10, "0%"), (0.04, 10, "<1%"), (4.3, 10, "43%"), (10, 10, "100%")]
+)
+def test_percent(part: float, whole: float, text: str) -> None:
+    assert panels.percent(part, whole) == text
 
 
 def test_every_cell_fits_its_column() -> None:

@@ -113,14 +113,14 @@ COLUMNS = (
     Column("STATE", 14, 1, "what it does",
            lambda e: f"{STATES.get(e.row.state, '?')} {safe(e.row.state).replace('_', ' ')}",
            lambda e: _ORDER.get(e.row.state, len(_ORDER)), left=True),
-    Column("PROMPT", 6, 4, "prompt tokens", *_number("prompt_tokens")),
+    Column("PROMPT", 7, 4, "prompt tokens", *_number("prompt_tokens")),
     Column("NEW", 5, 3, "generated tokens", *_number("generated_tokens")),
     Column("GPU", 5, 5, "KV blocks on the GPU", *_number("gpu_blocks")),
     Column("GPU KV", 8, 12, "the same in bytes", lambda e: _kv(e.gpu_bytes), lambda e: e.gpu_bytes),
     Column("CPU", 5, 6, "KV blocks in the CPU tier", *_number("cpu_blocks")),
     Column("CPU KV", 8, 13, "the same in bytes", lambda e: _kv(e.cpu_bytes), lambda e: e.cpu_bytes),
-    Column("SWAPS", 5, 7, "times it was swapped out", *_number("swaps")),
-    Column("OUT NOW", 7, 8, "how long it has been swapped out now",
+    Column("SWAPS", 6, 7, "times it was swapped out", *_number("swaps")),
+    Column("OUT NOW", 8, 8, "how long it has been swapped out now",
            lambda e: _stall(e.row.stalled_s), lambda e: e.row.stalled_s),
     Column("STALL", 7, 2, "all its time swapped out", lambda e: _stall(e.row.stall_s), lambda e: e.row.stall_s),
     Column("TOK/S", 6, 9, "tokens a second, over three seconds",
@@ -130,7 +130,7 @@ COLUMNS = (
     Column("TPOT", 7, 14, "mean time between two of its tokens",
            lambda e: seconds_text(e.row.tpot_s), lambda e: _unless_none(e.row.tpot_s)),
     Column("AGE", 7, 16, "time since it arrived", lambda e: seconds_text(e.row.age_s), lambda e: e.row.age_s),
-    Column("PRIO", 4, 15, "its priority", *_number("priority")),
+    Column("PRIO", 5, 15, "its priority", *_number("priority")),
 )
 # fmt: on
 

@@ -83,8 +83,10 @@ def graph(values: Sequence[float], width: int, height: int, style: str) -> list[
 
 
 def percent(part: float, whole: float) -> str:
-    """ "43%"; empty when there is no whole."""
-    return f"{100 * part / whole:.0f}%" if whole > 0 else ""
+    """ "43%", "<1%" for what is little but not nothing; empty when there is no whole."""
+    if not whole:
+        return ""
+    return "<1%" if 0 < part < whole / 100 else f"{100 * part / whole:.0f}%"
 
 
 # ---------------------------------------------------------------- the engine
