@@ -16,7 +16,7 @@ COMMANDS = {
     "engine": ("engine_core.main", "run the engine-core process alone"),
     "frontend": ("frontend.main", "run an HTTP frontend for running engines"),
     "chat": ("tools.chat", "chat with a running engine in the terminal"),
-    "top": ("tools.top", "watch a running engine: tiers, requests, swaps"),
+    "top": ("tools.top.main", "watch a running engine: tiers, requests, swaps"),
     "demo": ("tools.demo", "two answers, one small pool: see a swap happen"),
     "fetch-model": ("tools.fetch_model", "fetch a known model into the cache"),
     "validate": ("tools.validate", "hold this GPU's kernels against their references"),

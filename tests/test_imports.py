@@ -54,6 +54,9 @@ ALLOWED = {
     "tools/eval_kv": ("tools", "settings", "progress", "engine_core"),
     "tools/kv_quality": ("engine_core/control/plan", "engine_core/device", "engine_core/kv_layout"),
     "tools/kernel_checks": ("engine_core/device", "engine_core/models", "engine_core/kv_layout", "kernels"),
+    "tools/top/history": ("protocol", "tools/terminal"),
+    "tools/top/columns": ("protocol", "tools/terminal", "tools/top/history"),
+    "tools/top/panels": ("protocol", "tools/terminal", "tools/top/history", "tools/top/columns"),
     "tools/serve": ("tools", "protocol", "settings", "engine_core/config", "frontend/config"),
 }
 PURE_PYTHON = {"torch", "cupy", "zmq", "numpy", "msgspec", "msgpack"}
@@ -118,6 +121,11 @@ def test_starts_without_torch(module: str) -> None:
     code = f"import sys, {name} as m; getattr(m, {attribute or '__name__'!r}); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_only_the_live_screen_needs_textual() -> None:
+    users = {path.stem for path in source_files() if {"textual", "rich"} & {m.split(".")[0] for m in imports(path)}}
+    assert users == {"app", "widgets", "main"}  # main looks whether it is there
 
 
 def test_the_rule_sees_a_forbidden_import(tmp_path: Path) -> None:
