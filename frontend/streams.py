@@ -13,6 +13,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from msgspec.json import encode as json_bytes
@@ -211,10 +212,8 @@ class EventStream(Response, ABC):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with suppress(ClientLeft):  # nobody is there to be told
             await while_connected(receive, self._reply(scope, send))
-        except ClientLeft:
-            pass  # nobody is there to be told
 
     async def _reply(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -74,7 +74,9 @@ async def main() -> None:
     ):
         load = asyncio.create_task(keep_asking(http))
         try:
-            await picture(f"http://{host}:{port}", options.file, dark=options.dark, width=420 if options.narrow else 1280)
+            await picture(
+                f"http://{host}:{port}", options.file, dark=options.dark, width=420 if options.narrow else 1280
+            )
         finally:
             load.cancel()
 

@@ -104,7 +104,7 @@ class Feed:
             viewer.close()
 
     async def _follow(self, index: int, engine: Engine) -> None:
-        """Listen to the engine, to the next one at its endpoint when it was restarted, and say so while none answers."""
+        """Listen to the engine, anew when it was restarted, and say so while none answers."""
         listener: asyncio.Task[None] | None = None
         heard_of = None
         self._heard_at[index] = monotonic()

@@ -5,11 +5,16 @@ const SILENCE_MS = 5000; // the server says something twice a second
 
 export class KeyNeeded extends Error {}
 
+// A header holds bytes, one a character: those of the key's UTF-8, as every other client sends them.
+function bearer(key) {
+  return `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}`;
+}
+
 // Calls onOpen() once, then onEvent(name, data) for each event; returns or throws when the stream is over.
 export async function follow(url, key, onOpen, onEvent) {
   const dead = new AbortController();
   let timer = setTimeout(() => dead.abort(), SILENCE_MS);
-  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  const headers = key ? { authorization: bearer(key) } : {};
   try {
     const reply = await fetch(url, { headers, cache: "no-store", signal: dead.signal });
     if (reply.status === 401) throw new KeyNeeded();
