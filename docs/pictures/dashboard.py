@@ -39,10 +39,10 @@ async def ask(http: httpx.AsyncClient, question: str, tokens: int) -> None:
 
 async def keep_asking(http: httpx.AsyncClient) -> None:
     """A new chat every few seconds, of different lengths, until cancelled."""
-    chats: set[asyncio.Task[None]] = set()
-    for question, tokens in zip(itertools.cycle(QUESTIONS), itertools.cycle((160, 90, 200)), strict=False):
-        chats.add(asyncio.create_task(ask(http, question, tokens)))
-        await asyncio.sleep(ASK_EVERY_S)
+    async with asyncio.TaskGroup() as chats:
+        for question, tokens in zip(itertools.cycle(QUESTIONS), itertools.cycle((160, 90, 200)), strict=False):
+            chats.create_task(ask(http, question, tokens))
+            await asyncio.sleep(ASK_EVERY_S)
 
 
 async def picture(url: str, file: Path, *, dark: bool, width: int) -> None:

@@ -25,7 +25,9 @@ const PHASES = [
   ["swapped", "swapped"],
 ];
 const MARKS = { out: ["▼", "swapped out"], in: ["▲", "swapped in"], rejected: ["✕", "swap not possible"] };
+// Without a prototype: a word that is not listed is shown as it is, "constructor" too.
 const STATES = {
+  __proto__: null,
   waiting: "… queue",
   loading: "⇄ loading prefix",
   prefill: "▹ prefill",
@@ -35,6 +37,7 @@ const STATES = {
   swapping_in: "⇄ swapping in",
 };
 const MOVES = {
+  __proto__: null,
   swapping_out: "▽ swapping out",
   swapped: "▼ swapped out",
   swapping_in: "△ swapping in",
@@ -44,6 +47,7 @@ const MOVES = {
   rejected: "✕ not swapped",
 };
 const REASONS = {
+  __proto__: null,
   admission: "room for a new request",
   growth: "room for a running one",
   resume: "its turn again",
@@ -226,7 +230,7 @@ function tier(name, use, blockBytes) {
 }
 
 function direction(name, now, peak, sum, line) {
-  const share = peak ? `${Math.round((100 * now) / peak)}% of the link’s ${rate(peak)}` : "the link was not measured";
+  const share = peak ? `${Math.round((100 * now) / peak)}% of the link's ${rate(peak)}` : "the link was not measured";
   const meter = make("div", { class: "meter", "aria-hidden": "true" }, make("span", {}));
   meter.firstChild.style.width = `${peak ? Math.min(100, (100 * now) / peak) : 0}%`;
   const head = make("h4", {}, name, make("b", {}, ` ${rate(now)}`), make("span", { class: "note" }, ` ${share}`));
@@ -299,26 +303,32 @@ function distribution(title, { bounds, counts, recent }) {
     const value = quantile(share, bounds, counts);
     return value === Infinity ? `> ${seconds(bounds.at(-1))}` : seconds(value);
   };
-  const texts = [["median", 0.5], ["95%", 0.95], ["99%", 0.99]].map(([name, share]) =>
-    make("li", {}, `${name} `, make("b", {}, upTo(share))),
-  );
-  const first = Math.max(0, counts.findIndex((value) => value > 0) - 1);
-  const last = Math.min(counts.length - 1, counts.findLastIndex((value) => value > 0) + 1);
-  const most = Math.max(...counts);
-  const bars = counts.slice(first, last + 1).map((value, index) => {
-    const bound = bounds[first + index];
-    const label = bound === undefined ? `> ${seconds(bounds.at(-1))}` : `≤ ${seconds(bound)}`;
-    const column = make("span", { class: "column", title: `${label}: ${value}` }, make("i", {}), make("small", {}, label));
-    column.firstChild.style.height = `calc((100% - 1.5em) * ${value / most})`;
-    return column;
-  });
-  const of = recent ? "in the last 5 minutes" : "since the engine’s start";
+  const shares = [["median", 0.5], ["95%", 0.95], ["99%", 0.99]];
+  const texts = shares.map(([name, share]) => make("li", {}, `${name} `, make("b", {}, upTo(share))));
+  const { columns, unit } = histogram(bounds, counts);
+  const of = recent ? "in the last 5 minutes" : "since the engine's start";
   figure.append(
     make("ul", { class: "legend" }, ...texts),
-    make("div", { class: "columns", "aria-hidden": "true" }, ...bars),
-    make("p", { class: "note" }, `${count(many, "request")} ${of}`),
+    make("div", { class: "columns", "aria-hidden": "true" }, ...columns),
+    make("p", { class: "note" }, `${count(many, "request")} ${of}, by upper bound in ${unit}`),
   );
   return figure;
+}
+
+// One column a bucket, from the one before the first that holds something to the one after the last.
+function histogram(bounds, counts) {
+  const first = Math.max(0, counts.findIndex((value) => value > 0) - 1);
+  const last = Math.min(counts.length - 1, counts.findLastIndex((value) => value > 0) + 1);
+  const [scale, unit] = (bounds[last] ?? Infinity) < 1 ? [1000, "ms"] : [1, "s"];
+  const most = Math.max(...counts);
+  const columns = counts.slice(first, last + 1).map((value, index) => {
+    const bound = bounds[first + index];
+    const label = bound === undefined ? "∞" : String(Number((scale * bound).toPrecision(3)));
+    const column = make("span", { class: "column", title: `up to ${label} ${unit}: ${value}` }, make("i", {}), make("small", {}, label));
+    column.firstChild.style.height = `calc((100% - 1.6rem) * ${value / most})`;
+    return column;
+  });
+  return { columns, unit };
 }
 
 function logLine(move) {

@@ -16,6 +16,7 @@ export function bytes(count) {
 }
 
 export function rate(bytesPerSecond) {
+  if (!bytesPerSecond) return "0 MB/s";
   if (bytesPerSecond >= 1e9) return `${digits(bytesPerSecond / 1e9)} GB/s`;
   return `${digits(bytesPerSecond / 1e6)} MB/s`;
 }

@@ -6,6 +6,7 @@ const SAME_ARRIVAL_S = 1; // an id that comes back with another arrival is anoth
 const MAX_ENDED = 200;
 
 const PHASE_OF_STATE = {
+  __proto__: null,
   waiting: "queue",
   loading: "copying",
   prefill: "prefill",
@@ -53,7 +54,7 @@ export class Track {
       this.#answered = true;
       this.#change(this.arrived + row.ttft_s, "decode");
     }
-    const phase = PHASE_OF_STATE[row.state] ?? row.state;
+    const phase = PHASE_OF_STATE[row.state] ?? "unseen";
     if (this.phaseAt(now) !== phase) this.#change(now, phase);
     while (this.points.length > 1 && this.points[1].at < now - KEPT_S) this.points.shift();
     while (this.marks.length && this.marks[0].at < now - KEPT_S) this.marks.shift();
