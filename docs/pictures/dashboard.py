@@ -18,10 +18,11 @@ from coldblock.tools.fetch_model import resolve_model
 from playwright.async_api import async_playwright
 
 MODEL = "smollm2-135m"
-ENGINE_FLAGS = ("--num-gpu-blocks", "24", "--max-model-len", "512", "--threads", "1")
+ENGINE_FLAGS = ("--num-gpu-blocks", "24", "--max-model-len", "512", "--max-cpu-offload-mb", "24", "--threads", "1")
 CHROMIUM = {"executable_path": "/usr/bin/chromium", "args": ["--no-sandbox", "--disable-gpu", "--disable-quic"]}
 WATCH_S = 40
-ASK_EVERY_S = 2.5
+ASK_EVERY_S = 3.0
+MOST_AT_ONCE = 6
 QUESTIONS = (
     "Explain what a hash table is and what it is good for.",
     "Why is the sky blue, and why is the sunset red?",
@@ -31,17 +32,19 @@ QUESTIONS = (
 )
 
 
-async def ask(http: httpx.AsyncClient, question: str, tokens: int) -> None:
-    """One chat, whole."""
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": tokens, "ignore_eos": True}
-    await http.post("/v1/chat/completions", json=body)
-
-
 async def keep_asking(http: httpx.AsyncClient) -> None:
     """A new chat every few seconds, of different lengths, until cancelled."""
+    places = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def ask(question: str, tokens: int) -> None:
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": tokens, "ignore_eos": True}
+        await http.post("/v1/chat/completions", json=body)
+        places.release()
+
     async with asyncio.TaskGroup() as chats:
         for question, tokens in zip(itertools.cycle(QUESTIONS), itertools.cycle((160, 90, 200)), strict=False):
-            chats.create_task(ask(http, question, tokens))
+            await places.acquire()
+            chats.create_task(ask(question, tokens))
             await asyncio.sleep(ASK_EVERY_S)
 
 

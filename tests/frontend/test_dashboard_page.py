@@ -158,6 +158,24 @@ def test_a_swap_is_drawn_where_its_events_say(browser: Browser, stage: tuple[Ser
         expect(page.locator(".lane .mark.out")).to_have_count(1)
 
 
+def test_events_stamped_after_the_snapshot_that_knows_of_them(
+    browser: Browser, stage: tuple[Server, Publisher]
+) -> None:
+    """An event's time is when it is sent, a snapshot's when it is made: on a busy machine the later one says less."""
+    server, publisher = stage
+    publisher.changes = {"requests": (msgspec.structs.replace(ROW, swaps=0),), "running": 1}
+    with opened(browser, f"{server.url}/dashboard") as page:
+        expect(page.locator(".lane .segment.decode")).to_be_visible()
+        now = time.time()
+        publisher.events(
+            swap_event("request-a", "swapped", time=now - 2),
+            swap_event("request-a", "swapping_in", time=now + 0.4),
+            swap_event("request-a", "resumed", time=now + 0.41),
+        )
+        wait_until(lambda: len(phases(page)) >= 6)
+        assert phases(page) == ["queue", "prefill", "decode", "swapped", "copying", "decode"]
+
+
 def test_what_was_before_the_page_looked_is_not_made_up(browser: Browser, stage: tuple[Server, Publisher]) -> None:
     server, publisher = stage
     row = msgspec.structs.replace(ROW, state="swapped", swaps=2, stall_s=4.0, stalled_s=1.0)

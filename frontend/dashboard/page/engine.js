@@ -230,9 +230,11 @@ function tier(name, use, blockBytes) {
 }
 
 function direction(name, now, peak, sum, line) {
-  const share = peak ? `${Math.round((100 * now) / peak)}% of the link's ${rate(peak)}` : "the link was not measured";
+  const percent = peak ? (100 * now) / peak : 0;
+  const digits = percent > 0 && percent < 10 ? 1 : 0;
+  const share = peak ? `${percent.toFixed(digits)}% of the link's ${rate(peak)}` : "the link was not measured";
   const meter = make("div", { class: "meter", "aria-hidden": "true" }, make("span", {}));
-  meter.firstChild.style.width = `${peak ? Math.min(100, (100 * now) / peak) : 0}%`;
+  meter.firstChild.style.width = `${Math.min(100, percent)}%`;
   const head = make("h4", {}, name, make("b", {}, ` ${rate(now)}`), make("span", { class: "note" }, ` ${share}`));
   return make("div", { class: "direction" }, head, meter, line, make("p", { class: "note" }, `${bytes(sum)} since the start`));
 }

@@ -55,7 +55,8 @@ export class Track {
       this.#change(this.arrived + row.ttft_s, "decode");
     }
     const phase = PHASE_OF_STATE[row.state] ?? "unseen";
-    if (this.phaseAt(now) !== phase) this.#change(now, phase);
+    const last = this.points.at(-1); // later than `now` perhaps: events get their time as they are sent, in this order
+    if (last.phase !== phase) this.#change(Math.max(now, last.at), phase);
     while (this.points.length > 1 && this.points[1].at < now - KEPT_S) this.points.shift();
     while (this.marks.length && this.marks[0].at < now - KEPT_S) this.marks.shift();
   }
@@ -72,10 +73,6 @@ export class Track {
     } else if (move.phase === "rejected") {
       this.marks.push({ at: move.time, kind: "rejected" });
     }
-  }
-
-  phaseAt(time) {
-    return this.points.findLast((point) => point.at <= time)?.phase ?? this.points[0].phase;
   }
 
   // Segments [from, to, phase] up to `now`, without those of no length.
