@@ -49,7 +49,7 @@ from .streams import ChatFormat, ClientLeft, CompletionFormat, DeltaStream, Form
 
 CLIENT_LEFT_STATUS = 499
 EVENTS_HEADER = "x-coldblock-events"
-_NEEDS_KEY = ("/v1/", "/tokenize", "/detokenize", "/dashboard/events")  # if there are keys: who asks what is shown too
+_NEEDS_KEY = ("/v1/", "/tokenize", "/detokenize", "/dashboard/events")  # if there are keys
 _SCHEMA_REF = "#/components/schemas/{model}"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -231,8 +231,8 @@ function tier(name, use, blockBytes) {
 
 function direction(name, now, peak, sum, line) {
   const percent = peak ? (100 * now) / peak : 0;
-  const digits = percent > 0 && percent < 10 ? 1 : 0;
-  const share = peak ? `${percent.toFixed(digits)}% of the link's ${rate(peak)}` : "the link was not measured";
+  const shown = percent > 0 && percent < 0.1 ? "< 0.1" : percent.toFixed(percent > 0 && percent < 10 ? 1 : 0);
+  const share = peak ? `${shown}% of the link's ${rate(peak)}` : "the link was not measured";
   const meter = make("div", { class: "meter", "aria-hidden": "true" }, make("span", {}));
   meter.firstChild.style.width = `${Math.min(100, percent)}%`;
   const head = make("h4", {}, name, make("b", {}, ` ${rate(now)}`), make("span", { class: "note" }, ` ${share}`));
