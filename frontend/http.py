@@ -29,6 +29,8 @@ from ..protocol.client import AsyncClient
 from ..protocol.errors import ColdblockError
 from . import metrics
 from .config import FrontendSettings
+from .dashboard.feed import Feed
+from .dashboard.pages import INDEX, LiveStream, load_files
 from .engines import EnginePool, Target
 from .errors import ApiError, engine_unavailable, from_engine, invalid
 from .generation import ChoiceSpec, Delta, Job, Tally, run
@@ -43,10 +45,11 @@ from .openai_types import (
     parse,
     read_json,
 )
-from .streams import ChatFormat, ClientLeft, CompletionFormat, EventStream, Format, while_connected
+from .streams import ChatFormat, ClientLeft, CompletionFormat, DeltaStream, Format, while_connected
 
 CLIENT_LEFT_STATUS = 499
 EVENTS_HEADER = "x-coldblock-events"
+_NEEDS_KEY = ("/v1/", "/tokenize", "/detokenize", "/dashboard/events")  # if there are keys
 _SCHEMA_REF = "#/components/schemas/{model}"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -60,7 +63,10 @@ def create_app(
     worker: str = "0",
     on_ready: Callable[[Target], None] | None = None,
 ) -> FastAPI:
-    """The application over one client an engine (in the order of `settings.engine`), which it connects and closes."""
+    """The application over one client an engine (in the order of `settings.engine`), which it connects and closes.
+
+    Its `state.end_streams` ends the replies that have no end of their own: for a server that stops and waits for them.
+    """
     pool = EnginePool(
         list(zip(settings.engine, clients, strict=True)),
         served_model_name=settings.served_model_name,
@@ -68,6 +74,7 @@ def create_app(
         on_ready=on_ready,
     )
     http_metrics = metrics.HttpMetrics(worker)
+    feed = Feed(pool.engines, pool.name_of)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -78,7 +85,8 @@ def create_app(
             await pool.close()
 
     app = FastAPI(title="Coldblock", version=__version__, lifespan=lifespan)
-    handlers = _Handlers(pool, http_metrics)
+    app.state.end_streams = feed.close
+    handlers = _Handlers(pool, http_metrics, feed)
     for path, method, handler, body_type in handlers.routes():
         extra = _reference(body_type) if body_type is not None else None
         app.add_api_route(path, handler, methods=[method], openapi_extra=extra, response_model=None)
@@ -96,9 +104,11 @@ def create_app(
 class _Handlers:
     """One method a route."""
 
-    def __init__(self, pool: EnginePool, http_metrics: metrics.HttpMetrics) -> None:
+    def __init__(self, pool: EnginePool, http_metrics: metrics.HttpMetrics, feed: Feed) -> None:
         self._pool = pool
         self._http_metrics = http_metrics
+        self._feed = feed
+        self._page = load_files()
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any], type[BaseModel] | None]]:
         """Path, method, handler, and the type of the body."""
@@ -112,6 +122,9 @@ class _Handlers:
             ("/health", "GET", self.health, None),
             ("/metrics", "GET", self.metrics, None),
             ("/version", "GET", self.version, None),
+            ("/dashboard", "GET", self.dashboard, None),
+            ("/dashboard/events", "GET", self.dashboard_events, None),
+            ("/dashboard/{name}", "GET", self.dashboard_file, None),
         ]
 
     async def models(self) -> Response:
@@ -213,6 +226,20 @@ class _Handlers:
         """Coldblock's version."""
         return _json({"version": __version__})
 
+    async def dashboard(self) -> Response:
+        """The live page: tiers, requests and swaps of every engine."""
+        return self._page[INDEX]
+
+    async def dashboard_file(self, name: str) -> Response:
+        """A file of the live page."""
+        if name not in self._page:
+            raise ApiError(404, f"no file {name!r} of the dashboard; it is at /dashboard")
+        return self._page[name]
+
+    async def dashboard_events(self) -> Response:
+        """What the live page shows, as server-sent events: each engine's state twice a second, and its swaps."""
+        return LiveStream(self._feed)
+
 
 async def _body(body_type: type[BodyT], request: Request) -> BodyT:
     return parse(body_type, read_json(await request.body()))
@@ -296,7 +323,7 @@ async def _respond(job: Job, body: GenerationBody, format_type: type[Format], re
     try:
         if body.stream:
             first = await while_connected(request.receive, anext(deltas))
-            return EventStream(first, deltas, chunks)
+            return DeltaStream(first, deltas, chunks)
         return Response(chunks.whole(await while_connected(request.receive, collect())), media_type="application/json")
     except ClientLeft:
         return Response(status_code=CLIENT_LEFT_STATUS)
@@ -353,13 +380,16 @@ class Gate:
             self._metrics.end(path, status, time.monotonic() - began)
 
     def _metric_path(self, path: str) -> str:
-        if path.startswith("/v1/models/"):
-            return "/v1/models/{name}"
-        return path if path in self._paths else "other"
+        if path in self._paths:
+            return path
+        for prefix in ("/v1/models/", "/dashboard/"):
+            if path.startswith(prefix):
+                return prefix + "{name}"
+        return "other"
 
     def _admit(self, path: str, headers: Headers) -> None:
         """Raises a 401 or 413 `ApiError`."""
-        if self._keys and path.startswith(("/v1/", "/tokenize", "/detokenize")):
+        if self._keys and path.startswith(_NEEDS_KEY):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             sent = key.strip().encode("latin-1")  # the bytes as they came
             matches = [hmac.compare_digest(sent, known) for known in self._keys]

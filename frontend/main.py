@@ -28,6 +28,7 @@ from .bounded_http import BoundedHttp
 from .config import FrontendSettings
 from .engines import Target
 from .http import create_app
+from .server import HttpServer
 
 PROG = "coldblock frontend"
 _BACKLOG = 2048
@@ -77,8 +78,9 @@ def serve(settings: FrontendSettings, listener: socket.socket, worker: int = 0) 
         if worker == 0:
             print(f"{PROG}: {url}/v1 (model {target.name}, engine {target.engine.endpoint})", flush=True)
 
+    app = create_app(settings, clients, worker=str(worker), on_ready=on_ready)
     config = uvicorn.Config(
-        create_app(settings, clients, worker=str(worker), on_ready=on_ready),
+        app,
         http=BoundedHttp,
         loop="uvloop",
         ws="none",
@@ -87,7 +89,7 @@ def serve(settings: FrontendSettings, listener: socket.socket, worker: int = 0) 
         timeout_graceful_shutdown=settings.shutdown_timeout,
         server_header=False,
     )
-    server = uvicorn.Server(config)
+    server = HttpServer(config, app.state.end_streams)
 
     def stop(number: int, frame: FrameType | None) -> None:
         """A signal outside the server's own handling: before it, while it loads, or its repetition at a clean end."""
