@@ -12,7 +12,8 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
-from ..settings import LogLevel, Settings
+from ..logs import LogFormat, LogLevel
+from ..settings import Settings
 from .kv_layout import KV_CACHE_DTYPES, resolve_kv_cache_dtype
 
 MAX_SEED = 2**63 - 1
@@ -75,6 +76,7 @@ class EngineSettings(Settings):
     events_endpoint: str | None = Field(None, description="where stats and swap events are published")
     peer_timeout_s: float = Field(10.0, gt=0, description="a peer silent for so long has its requests aborted")
     log_level: LogLevel = Field("info", description="least severe log lines to print")
+    log_format: LogFormat = Field("human", description="log lines for people, or one JSON object a line")
 
     @model_validator(mode="after")
     def _a_step_holds_every_sequence(self) -> EngineSettings:

@@ -7,6 +7,7 @@ Does not know: HTTP, JSON, or what a chunk looks like (`streams`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from .engines import Target
 from .errors import ApiError, engine_unavailable
 
 Logprob = tuple[int, TokenLogprob]
+
+log = logging.getLogger("coldblock.frontend")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Job:
     include_stop: bool = False
     priority: int = 0
     events: bool = False
+    log_prompts: bool = False
 
 
 @dataclass(slots=True)
@@ -112,14 +116,19 @@ class _Choice:
         self._detokenizer = Detokenizer(job.target.text.tokenizer, spec.prompt_ids)
         self._stops = StopStrings(job.stops, job.include_stop)
         self._logprobs: list[Logprob] = []
+        self._id = f"{job.id}-{spec.index}"
+        self._answer: list[str] = []  # kept for the log alone, where it is asked for
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         spec, job = self._spec, self._job
         if spec.sampling is None:
             yield Delta(spec.index, spec.echo, finish_reason="length")
             return
+        if job.log_prompts:
+            prompt = job.target.text.tokenizer.decode(list(spec.prompt_ids), skip_special_tokens=False)
+            log.info("request %s has the prompt %s", self._id, prompt)
         generation = await job.target.engine.client.submit(
-            spec.prompt_ids, spec.sampling, request_id=f"{job.id}-{spec.index}", priority=job.priority
+            spec.prompt_ids, spec.sampling, request_id=self._id, priority=job.priority
         )
         try:
             if spec.echo:
@@ -138,6 +147,8 @@ class _Choice:
                 if delta.finish_reason is not None:
                     return
         finally:
+            if job.log_prompts:
+                log.info("request %s was answered with %s", self._id, "".join(self._answer))
             await _abort(generation)
 
     def _absorb(self, chunk: TokenChunk) -> Delta | None:
@@ -156,6 +167,8 @@ class _Choice:
             text += self._stops.flush()
         if not text and reason is None:
             return None
+        if self._job.log_prompts:
+            self._answer.append(text)
         logprobs, self._logprobs = self._logprobs, []
         return Delta(self._spec.index, text, logprobs, reason)
 

@@ -78,7 +78,7 @@ def create_app(
             await pool.close()
 
     app = FastAPI(title="Coldblock", version=__version__, lifespan=lifespan)
-    handlers = _Handlers(pool, http_metrics)
+    handlers = _Handlers(pool, http_metrics, settings.log_prompts)
     for path, method, handler, body_type in handlers.routes():
         extra = _reference(body_type) if body_type is not None else None
         app.add_api_route(path, handler, methods=[method], openapi_extra=extra, response_model=None)
@@ -96,9 +96,10 @@ def create_app(
 class _Handlers:
     """One method a route."""
 
-    def __init__(self, pool: EnginePool, http_metrics: metrics.HttpMetrics) -> None:
+    def __init__(self, pool: EnginePool, http_metrics: metrics.HttpMetrics, log_prompts: bool) -> None:
         self._pool = pool
         self._http_metrics = http_metrics
+        self._log_prompts = log_prompts
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any], type[BaseModel] | None]]:
         """Path, method, handler, and the type of the body."""
@@ -152,7 +153,7 @@ class _Handlers:
             if body.echo:
                 echo = prompt if isinstance(prompt, str) else await target.text.decode(ids)
             choices += _choices(body, target, ids, first=len(choices), echo=echo)
-        job = _job("cmpl-", body, target, choices, request)
+        job = self._job("cmpl-", body, target, choices, request)
         return await _respond(job, body, CompletionFormat, request)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -165,8 +166,23 @@ class _Handlers:
             options=body.chat_template_kwargs,
         )
         ids = await _prompt_ids(target, text, param="messages")
-        job = _job("chatcmpl-", body, target, _choices(body, target, ids), request)
+        job = self._job("chatcmpl-", body, target, _choices(body, target, ids), request)
         return await _respond(job, body, ChatFormat, request)
+
+    def _job(
+        self, prefix: str, body: GenerationBody, target: Target, choices: list[ChoiceSpec], request: Request
+    ) -> Job:
+        return Job(
+            id=prefix + uuid.uuid4().hex,
+            target=target,
+            choices=tuple(choices),
+            n=body.n,
+            stops=tuple(body.stops),
+            include_stop=body.include_stop_str_in_output,
+            priority=body.priority,
+            log_prompts=self._log_prompts,
+            events=body.stream and request.headers.get(EVENTS_HEADER) == "1",
+        )
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a chat's prompt."""
@@ -265,19 +281,6 @@ def _choices(
     return [ChoiceSpec(first + index, ids, sampling, echo) for index, sampling in enumerate(samplings)]
 
 
-def _job(prefix: str, body: GenerationBody, target: Target, choices: list[ChoiceSpec], request: Request) -> Job:
-    return Job(
-        id=prefix + uuid.uuid4().hex,
-        target=target,
-        choices=tuple(choices),
-        n=body.n,
-        stops=tuple(body.stops),
-        include_stop=body.include_stop_str_in_output,
-        priority=body.priority,
-        events=body.stream and request.headers.get(EVENTS_HEADER) == "1",
-    )
-
-
 async def _respond(job: Job, body: GenerationBody, format_type: type[Format], request: Request) -> Response:
     """Run the job and reply, at once or as a stream. What fails before the first delta becomes an HTTP status."""
     tally = Tally(job)
@@ -350,7 +353,15 @@ class Gate:
             broken = ApiError(500, f"internal error; request id {request_id}", code="internal_error")
             await _error_response(broken)(scope, receive, send_with_id)
         finally:
-            self._metrics.end(path, status, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self._metrics.end(path, status, seconds)
+            if log.isEnabledFor(logging.DEBUG):
+                self._log(scope["method"], path, status, seconds, request_id)
+
+    def _log(self, method: str, path: str, status: int, seconds: float, request_id: str) -> None:
+        """The access log. `path` is a route: what clients make up, queries too, may hold a prompt."""
+        fields = {"method": method, "path": path, "status": status, "seconds": seconds, "request_id": request_id}
+        log.debug("%s %s %d in %.3f s, request %s", *fields.values(), extra={"fields": fields})
 
     def _metric_path(self, path: str) -> str:
         if path.startswith("/v1/models/"):

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("protocol", "kernels", "engine_core", "frontend", "tools")
+SHARED = (ROOT / "settings.py", ROOT / "logs.py")
 
 # The frontend's text side: templates and token ids, without HTTP.
 FRONTEND_TEXT = ("frontend/chat_template", "frontend/detokenizer", "frontend/errors", "frontend/tokenization")
@@ -20,11 +21,13 @@ ALLOWED = {
     "protocol": ("protocol",),
     "kernels": ("kernels",),
     "settings": (),
+    "logs": (),
     "engine_core/control": ("engine_core/control",),
     "engine_core/kv_layout": (),
     "engine_core/errors": (),
+    "engine_core/decisions": ("engine_core/config",),
     "engine_core/commands": ("engine_core/control",),
-    "engine_core/config": ("settings", "engine_core/kv_layout"),
+    "engine_core/config": ("logs", "settings", "engine_core/kv_layout"),
     "engine_core/models": ("engine_core/models", "engine_core/errors", "engine_core/kv_layout", "kernels"),
     "engine_core/device": (
         "engine_core/device",
@@ -39,9 +42,9 @@ ALLOWED = {
     "engine_core/ipc": ("engine_core/commands", "engine_core/control", "protocol"),
     "engine_core/stats": ("engine_core/control", "protocol"),
     "engine_core/stop_signals": (),
-    "engine_core/main": ("engine_core", "protocol", "settings"),
-    "frontend": ("frontend", "protocol", "settings"),
-    "tools": ("tools", "protocol", "settings"),
+    "engine_core/main": ("engine_core", "logs", "protocol", "settings"),
+    "frontend": ("frontend", "logs", "protocol", "settings"),
+    "tools": ("tools", "logs", "protocol", "settings"),
     "tools/chat": ("tools", "protocol", "settings", *FRONTEND_TEXT),
     "tools/demo": ("tools", "protocol", "settings", *FRONTEND_TEXT),
     "tools/bench/kernels": ("tools", "settings", "kernels"),
@@ -51,13 +54,13 @@ ALLOWED = {
     "tools/eval_kv": ("tools", "settings", "engine_core"),
     "tools/kv_quality": ("engine_core/control/plan", "engine_core/device", "engine_core/kv_layout"),
     "tools/kernel_checks": ("engine_core/device", "engine_core/models", "engine_core/kv_layout", "kernels"),
-    "tools/serve": ("tools", "protocol", "settings", "engine_core/config", "frontend/config"),
+    "tools/serve": ("tools", "logs", "protocol", "settings", "engine_core/config", "frontend/config"),
 }
 PURE_PYTHON = {"torch", "cupy", "zmq", "numpy", "msgspec", "msgpack"}
 
 
 def source_files() -> list[Path]:
-    return [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))] + [ROOT / "settings.py"]
+    return [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))] + list(SHARED)
 
 
 def imports(path: Path) -> list[str]:
@@ -94,7 +97,7 @@ def rule_for(path: Path) -> tuple[str, ...]:
 def test_imports_run_one_way(path: Path) -> None:
     allowed = rule_for(path)
     for module in imports(path):
-        ours = module == "settings" or module.split("/")[0] in PARTS
+        ours = module in ("settings", "logs") or module.split("/")[0] in PARTS
         if ours and path.stem != "__init__":
             assert any(module == prefix or module.startswith(prefix + "/") for prefix in allowed), (
                 f"{path.relative_to(ROOT)} imports {module}, allowed are {allowed}"
