@@ -26,6 +26,7 @@ from ..protocol.errors import ProtocolError
 from .commands import Add, Cancel, Command, Report, Shutdown
 from .control.sampling import Sampling
 from .control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
+from .exporter import ExporterLease
 
 if TYPE_CHECKING:
     from .control.scheduler import Scheduler
@@ -44,7 +45,8 @@ class Peer:
     """One connected client, from a `Hello` to the next. `backlog`: messages its full socket queue did not take.
 
     `requests`: its own ids of its open requests, and the engine-wide ones. `session` is part of the latter: what an
-    earlier session left behind never meets a later one.
+    earlier session left behind never meets a later one. `exporter`: under which name it last asked for metrics;
+    `stats_for`: the same, or "", for each of its requests for stats that was not answered yet.
     """
 
     identity: bytes
@@ -53,6 +55,8 @@ class Peer:
     heard_at: float
     requests: dict[str, str] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
+    stats_for: deque[str] = field(default_factory=deque)
+    exporter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class IpcPort:
         self._peers: dict[bytes, Peer] = {}
         self._owners: dict[str, tuple[Peer, str]] = {}  # of open requests, by engine-wide id: the peer, and its own id
         self._sessions = itertools.count(1)
+        self._lease = ExporterLease()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outgoing: deque[Outgoing] = deque()
         self._woken = False  # a wake is on its way to the socket thread
@@ -219,7 +224,11 @@ class IpcPort:
                         self._commands.put(Cancel(request_id))
             case messages.Ping(sequence):
                 self._write(identity, messages.Pong(sequence, self._step_age()))
-            case messages.StatsRequest():
+            case messages.StatsRequest(exporter):
+                if exporter:
+                    peer.exporter = exporter
+                    self._lease.ask(exporter, now)
+                peer.stats_for.append(exporter)
                 self._commands.put(Report(identity))
             case messages.Goodbye():
                 self._forget(identity)
@@ -271,6 +280,8 @@ class IpcPort:
             for request_id in peer.requests.values():
                 del self._owners[request_id]
                 self._commands.put(Cancel(request_id))
+            if all(other.exporter != peer.exporter for other in self._peers.values()):
+                self._lease.leave(peer.exporter)
 
     # ------------------------------------------------------------ sending
 
@@ -285,10 +296,19 @@ class IpcPort:
                         peer, own_id = owner
                         self._write(peer.identity, messages.Refused(own_id, field, value, allowed))
                 case _ToPeer(identity, stats):
-                    if identity in self._peers:
-                        self._write(identity, stats)
+                    self._answer(identity, stats)
                 case messages.Stats():
                     self._publish(sockets.TOPIC_STATS, item)
+
+    def _answer(self, identity: bytes, stats: messages.Stats) -> None:
+        """To an exporter, with the metrics only if it is the one that has them."""
+        peer = self._peers.get(identity)
+        if peer is None or not peer.stats_for:  # it is gone, or has said hello again since
+            return
+        if exporter := peer.stats_for.popleft():
+            metrics = stats.metrics if exporter == self._lease.holder else ()
+            stats = msgspec.structs.replace(stats, exporter=self._lease.holder, metrics=metrics)
+        self._write(identity, stats)
 
     def _deliver(self, updates: list[Update]) -> None:
         """One `Tokens` a peer; a swap event goes out in its place between a request's tokens."""

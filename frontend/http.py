@@ -57,17 +57,20 @@ def create_app(
     settings: FrontendSettings,
     clients: Sequence[AsyncClient],
     *,
-    worker: str = "0",
+    exporter: str | None = None,
     on_ready: Callable[[Target], None] | None = None,
 ) -> FastAPI:
-    """The application over one client an engine (in the order of `settings.engine`), which it connects and closes."""
+    """The application over one client an engine (in the order of `settings.engine`), which it connects and closes.
+
+    `exporter` names this frontend to engines, which give their metrics to one frontend; its workers share the name.
+    """
     pool = EnginePool(
         list(zip(settings.engine, clients, strict=True)),
         served_model_name=settings.served_model_name,
         tokenizer=settings.tokenizer,
         on_ready=on_ready,
     )
-    http_metrics = metrics.HttpMetrics(worker)
+    http_metrics = metrics.HttpMetrics()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -78,7 +81,7 @@ def create_app(
             await pool.close()
 
     app = FastAPI(title="Coldblock", version=__version__, lifespan=lifespan)
-    handlers = _Handlers(pool, http_metrics, settings.log_prompts)
+    handlers = _Handlers(pool, http_metrics, exporter or uuid.uuid4().hex, settings.log_prompts)
     for path, method, handler, body_type in handlers.routes():
         extra = _reference(body_type) if body_type is not None else None
         app.add_api_route(path, handler, methods=[method], openapi_extra=extra, response_model=None)
@@ -96,9 +99,10 @@ def create_app(
 class _Handlers:
     """One method a route."""
 
-    def __init__(self, pool: EnginePool, http_metrics: metrics.HttpMetrics, log_prompts: bool) -> None:
+    def __init__(self, pool: EnginePool, http_metrics: metrics.HttpMetrics, exporter: str, log_prompts: bool) -> None:
         self._pool = pool
         self._http_metrics = http_metrics
+        self._exporter = exporter
         self._log_prompts = log_prompts
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any], type[BaseModel] | None]]:
@@ -220,8 +224,8 @@ class _Handlers:
         return Response(status_code=200)
 
     async def metrics(self) -> Response:
-        """Prometheus metrics of this frontend and its engines."""
-        stats = await self._pool.stats()
+        """Prometheus metrics of this frontend, and of its engines unless another frontend exports them."""
+        stats = await self._pool.stats(self._exporter)
         text = metrics.render(self._http_metrics, [(engine.endpoint, found) for engine, found in stats])
         return Response(text, media_type=metrics.CONTENT_TYPE)
 

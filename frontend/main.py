@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ from .bounded_http import BoundedHttp
 from .config import FrontendSettings
 from .engines import Target
 from .http import create_app
+from .metrics import SHARED_FOLDER
 
 PROG = "coldblock frontend"
 _BACKLOG = 2048
@@ -85,7 +87,7 @@ def serve(settings: FrontendSettings, listener: socket.socket, worker: int = 0) 
             tell(PROG, ready, stream=sys.stdout)
 
     config = uvicorn.Config(
-        create_app(settings, clients, worker=str(worker), on_ready=on_ready),
+        create_app(settings, clients, exporter=f"{socket.gethostname()} {url}/metrics", on_ready=on_ready),
         http=BoundedHttp,
         loop="uvloop",
         ws="none",
@@ -113,8 +115,15 @@ def supervise(settings: FrontendSettings, listener: socket.socket) -> int:
         context.Process(target=_work, args=(settings.model_dump(), listener, index), name=f"worker-{index}")
         for index in range(settings.workers)
     ]
-    for process in workers:
-        process.start()
+    with tempfile.TemporaryDirectory(prefix="coldblock-metrics-") as folder:
+        os.environ[SHARED_FOLDER] = folder
+        for process in workers:
+            process.start()
+        return _watch(workers)
+
+
+def _watch(workers: Sequence[BaseProcess]) -> int:
+    """Until a signal, or until one ends."""
     stopping = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -181,10 +181,13 @@ class AsyncClient:
             ) from None
         return self._welcome.model
 
-    async def stats(self, timeout_s: float | None = None) -> Stats:
-        """The engine's state now. Raises EngineUnreachable when it does not answer in time, or dies meanwhile."""
+    async def stats(self, timeout_s: float | None = None, *, exporter: str = "") -> Stats:
+        """The engine's state now. Raises EngineUnreachable when it does not answer in time, or dies meanwhile.
+
+        Give the name of an `exporter` to show the metrics to a scraper: they are missing while another one has them.
+        """
         self._require_engine()
-        self._send(StatsRequest())
+        self._send(StatsRequest(exporter))
         waiter: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
         self._stats_waiters.append(waiter)
         limit = self._timeout_s if timeout_s is None else timeout_s

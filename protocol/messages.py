@@ -80,7 +80,11 @@ class Ping(Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class StatsRequest(Struct, frozen=True, array_like=True, tag="stats?"):
-    """Ask for one `Stats`."""
+    """Ask for one `Stats`. Who shows its metrics to a scraper says so with `exporter`, a name that its processes share:
+    of several exporters one gets the metrics, so that no sum over all that are scraped counts an engine twice.
+    """
+
+    exporter: Name = ""
 
 
 class Goodbye(Struct, frozen=True, array_like=True, tag="goodbye"):
@@ -305,7 +309,9 @@ class RequestRow(Struct, frozen=True):
 
 
 class Stats(Struct, frozen=True, tag="stats"):
-    """The engine's state at one moment. Published twice a second and sent in answer to `StatsRequest`."""
+    """The engine's state at one moment. Published twice a second and sent in answer to `StatsRequest`. `exporter`: in
+    an answer to one, who exports the metrics now; `metrics` is empty unless that is who asked.
+    """
 
     engine_id: str
     time: float
@@ -323,6 +329,7 @@ class Stats(Struct, frozen=True, tag="stats"):
     metrics: tuple[Metric, ...]
     cpu: TierUse = TierUse()
     link: LinkUse = LinkUse()
+    exporter: str = ""
 
 
 EngineMessage = Welcome | Pong | Tokens | SwapEvent | Refused | Fault
