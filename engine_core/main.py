@@ -102,7 +102,7 @@ def serve(settings: EngineSettings) -> int:
             events_endpoint=events_endpoint,
             peer_timeout_s=settings.peer_timeout_s,
         )
-        stats = EngineStats(model, welcome.engine_id, endpoint)
+        stats = EngineStats(model, welcome.engine_id, endpoint, executor.link_peak)
         engine = Engine(Scheduler(scheduler_config(settings, model)), executor, port, stats)
         with stopping(lambda drain_s: port.command(Shutdown(drain_s)), DRAIN_S, lambda: end_by_force(engine)):
             port.start(welcome, stats.snapshot, lambda: time.monotonic() - engine.turned_at)

@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..protocol.messages import CpuOffload, Metric, ModelInfo, RequestRow, Sample, Stats, TierUse
+from ..protocol.messages import CpuOffload, LinkUse, Metric, ModelInfo, RequestRow, Sample, Stats, TierUse
+from .control.block_pool import PoolUse
 from .control.scheduler import Scheduler
 from .control.updates import FinishedUpdate, FinishReason, RequestView, SwapUpdate, TokenUpdate, Update
+from .device.executor import LinkPeak
 
 # fmt: off
 TTFT_BUCKETS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -24,6 +26,8 @@ ITL_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.
 REQUEST_BUCKETS = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 COPY_BUCKETS = (.0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3, 10)
 # fmt: on
+TOKENS_WINDOW_S = 2.0
+LINK_WINDOW_S = 0.5  # as long as from one published snapshot to the next: bursts are to be seen
 MAX_ROWS = 1000  # so many requests are listed: however long the queue, a snapshot stays quick to make and to send
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
@@ -59,16 +63,23 @@ class EngineStats:
     """Meets every step (`StepMeter`) and makes `Stats` snapshots. Lives on the engine's thread."""
 
     def __init__(
-        self, model: ModelInfo, engine_id: str, endpoint: str, clock: Callable[[], float] = time.monotonic
+        self,
+        model: ModelInfo,
+        engine_id: str,
+        endpoint: str,
+        link_peak: LinkPeak,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
+        self._link_peak = link_peak
         self._engine_id = engine_id
         self._labels = {"model_name": model.name, "engine": endpoint}
         self._clock = clock
         self._started_at = clock()
         self._live: dict[str, _Clocked] = {}
         self._step_s = 0.0
-        self._rate = _Rate(clock())
+        self._tokens = _Rate(clock(), TOKENS_WINDOW_S)
+        self._bytes_out, self._bytes_in = _Rate(clock(), LINK_WINDOW_S), _Rate(clock(), LINK_WINDOW_S)
         self.ttft = Histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
         self.itl = Histogram("vllm:inter_token_latency_seconds", "Between two tokens of one request.", ITL_BUCKETS)
         self.e2e = Histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS)
@@ -113,8 +124,8 @@ class EngineStats:
             elif isinstance(update, FinishedUpdate):
                 self._finished(update, now)
             else:
-                self._swapped(update)
-        self._rate.count(now, len(times_before))
+                self._swapped(update, now)
+        self._tokens.count(now, len(times_before))
         for before, tokens in Counter(times_before).items():
             if before is not None:
                 self.itl.observe(now - before, tokens)
@@ -130,18 +141,20 @@ class EngineStats:
         if update.swaps:
             self.stall.observe(update.stall_s)
 
-    def _swapped(self, update: SwapUpdate) -> None:
+    def _swapped(self, update: SwapUpdate, now: float) -> None:
         if update.phase in ("swapped", "copied_out") and update.blocks:
             self.offload.observe(update.seconds)
             self.queued.observe(update.queued_s)
+            self._bytes_out.count(now, update.bytes)
         elif update.phase in ("resumed", "copied_in") and update.blocks:
             self.reload.observe(update.seconds)
             self.queued.observe(update.queued_s)
+            self._bytes_in.count(now, update.bytes)
 
     def snapshot(self, scheduler: Scheduler, peers: int) -> Stats:
         """The state at this moment."""
         now = self._clock()
-        gpu = scheduler.gpu_use()
+        gpu_shared, cpu_shared = scheduler.shared_blocks()
         return Stats(
             engine_id=self._engine_id,
             time=time.time(),
@@ -151,7 +164,7 @@ class EngineStats:
             running=scheduler.running,
             waiting=scheduler.waiting,
             swapped=scheduler.swapped,
-            gpu=TierUse(gpu.total, gpu.used, gpu.cached, gpu.in_flight, gpu.free),
+            gpu=_tier(scheduler.gpu_use(), gpu_shared),
             cpu_offload=CpuOffload(
                 enabled=self._model.num_cpu_blocks > 0,
                 payload_bytes=scheduler.cpu_blocks_used * self._model.kv_block_bytes,
@@ -161,9 +174,18 @@ class EngineStats:
                 cached_blocks=scheduler.cpu_use().cached,
             ),
             step_ms=1000 * self._step_s,
-            tokens_per_s=self._rate.per_second(now),
+            tokens_per_s=self._tokens.per_second(now),
             requests=tuple(self._row(view) for view in scheduler.requests(MAX_ROWS)),
             metrics=tuple(self._metrics(scheduler)),
+            cpu=_tier(scheduler.cpu_use(), cpu_shared),
+            link=LinkUse(
+                out_bytes=scheduler.counters.offload_bytes,
+                in_bytes=scheduler.counters.reload_blocks * self._model.kv_block_bytes,
+                out_bytes_per_s=self._bytes_out.per_second(now),
+                in_bytes_per_s=self._bytes_in.per_second(now),
+                peak_out_bytes_per_s=self._link_peak.out_bytes_per_s,
+                peak_in_bytes_per_s=self._link_peak.in_bytes_per_s,
+            ),
         )
 
     def _row(self, view: RequestView) -> RequestRow:
@@ -181,6 +203,12 @@ class EngineStats:
             age_s=view.age_s,
             priority=view.priority,
             moved_bytes=view.moved_blocks * self._model.kv_block_bytes,
+            stalled_s=view.stalled_s,
+            queue_s=view.queue_s,
+            ttft_s=view.ttft_s,
+            tpot_s=view.tpot_s,
+            cached_tokens=view.cached_tokens,
+            recomputes=view.recomputes,
         )
 
     def _metrics(self, scheduler: Scheduler) -> list[Metric]:
@@ -234,19 +262,22 @@ class EngineStats:
         return Metric(histogram.name, "histogram", histogram.help, (sample,), histogram.buckets)
 
 
+def _tier(use: PoolUse, shared: int) -> TierUse:
+    return TierUse(use.total, use.used, use.cached, use.in_flight, use.free, shared)
+
+
 class _Rate:
-    """Tokens per second over the last whole window of about two seconds."""
+    """How many a second, over the last whole window: of `window_s`, and what passed until it was looked at."""
 
-    WINDOW_S = 2.0
-
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, window_s: float) -> None:
+        self._window_s = window_s
         self._since = now
         self._count = 0
         self._last = 0.0
 
-    def count(self, now: float, tokens: int) -> None:
+    def count(self, now: float, more: int) -> None:
         self._turn(now)
-        self._count += tokens
+        self._count += more
 
     def per_second(self, now: float) -> float:
         self._turn(now)
@@ -254,6 +285,6 @@ class _Rate:
 
     def _turn(self, now: float) -> None:
         elapsed = now - self._since
-        if elapsed >= self.WINDOW_S:
+        if elapsed >= self._window_s:
             self._last = self._count / elapsed
             self._since, self._count = now, 0

@@ -260,8 +260,8 @@ class TierUse(Struct, frozen=True):
 
 
 class LinkUse(Struct, frozen=True):
-    """Copies between the tiers: payload bytes since the start, bytes a second since the last published snapshot, and
-    the most bytes a second that the link did when it was measured at load (0: there is no CPU tier).
+    """Copies between the tiers: payload bytes since the start, bytes a second over the last half second, and the most
+    bytes a second that the link did when it was measured at load (0: there is no CPU tier).
     """
 
     out_bytes: int = 0

@@ -41,7 +41,7 @@ ALLOWED = {
     "engine_core/engine": ("engine_core/commands", "engine_core/control", "engine_core/device/executor"),
     "engine_core/exporter": (),
     "engine_core/ipc": ("engine_core/commands", "engine_core/control", "engine_core/exporter", "protocol"),
-    "engine_core/stats": ("engine_core/control", "protocol"),
+    "engine_core/stats": ("engine_core/control", "engine_core/device/executor", "protocol"),
     "engine_core/stop_signals": (),
     "engine_core/main": ("engine_core", "logs", "protocol", "settings"),
     "frontend": ("frontend", "logs", "protocol", "settings"),

@@ -70,6 +70,7 @@ def test_two_frontends_show_each_engine_series_once(engine: EngineProcess) -> No
         seen = Counter(series for url in (first, second) for series in engine_series(scrape(url)))
         note = httpx.get(f"{first}/metrics").text.splitlines()[-1]
         with engine.client() as watcher:
+            watcher.ready()
             told = {metric.name for metric in watcher.stats().metrics}
     assert set(seen.values()) == {1}
     assert {name.removesuffix("_bucket") for name, _ in seen} >= told > set(), "all that the engine counts is shown"

@@ -150,6 +150,7 @@ class Request:
     last_active_time: float = 0.0
     admitted_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float = 0.0
     swapped_since: float | None = None
     stall_s: float = 0.0
 

@@ -523,6 +523,7 @@ class Scheduler:
     def _take_token(self, request: Request, token: SampledToken, now: float) -> None:
         if request.first_token_at is None:
             request.first_token_at = now
+        request.last_token_at = now
         token_id = token.token_id
         if token_id in request.end_tokens:
             self._finish(request, "stop", now, stop_token=token_id)
@@ -720,6 +721,10 @@ class Scheduler:
     def cpu_use(self) -> PoolUse:
         """The CPU tier's blocks by state."""
         return self._tiers.cpu_use()
+
+    def shared_blocks(self) -> tuple[int, int]:
+        """Of the used blocks of the GPU tier, and of the CPU tier, those that more than one request owns."""
+        return self._tiers.shared()
 
     def requests(self, most: int | None = None) -> list[RequestView]:
         """Every live request, or the first `most`, in order of arrival."""

@@ -42,6 +42,7 @@ class Tiers:
         self._cpu_cached: Shelf = OrderedDict()
         self._both_cached: Shelf = OrderedDict()
         self._spare: Shelf = OrderedDict()
+        self._shared: set[Block] = set()  # blocks with more than one owner
         self._moves_begun = 0
 
     # ------------------------------------------------------------ what there is
@@ -100,6 +101,15 @@ class Tiers:
         """The CPU tier's blocks by state."""
         return self._cpu.use((self._cpu_cached, self._both_cached, self._spare), self._in_flight())
 
+    def shared(self) -> tuple[int, int]:
+        """Of the used blocks of the GPU tier, and of the CPU tier, those that more than one request owns.
+
+        Looks at every block that several own: for monitors, not for every step.
+        """
+        still = [block for block in self._shared if block.move is None]
+        on_gpu = sum(block.gpu != NO_SLOT and not self.gives_way(block) for block in still)
+        return on_gpu, sum(block.cpu != NO_SLOT and block.cpu_shelf is None for block in still)
+
     def _in_flight(self) -> int:
         return sum(len(move.blocks) for move in self.moves.values())
 
@@ -119,13 +129,14 @@ class Tiers:
     def share(self, blocks: Iterable[Block]) -> None:
         """One more request owns and uses these."""
         for block in blocks:
-            block.owners += 1
             block.users += 1
-            self._settle(block)
+            self.own(block)
 
     def own(self, block: Block) -> None:
         """One more request owns this block, without using it now."""
         block.owners += 1
+        if block.owners == 2:
+            self._shared.add(block)
         self._settle(block)
 
     def park(self, blocks: Iterable[Block]) -> None:
@@ -157,6 +168,8 @@ class Tiers:
         """A request gives these up; `used` says that it ran. What nobody owns and the index does not name is freed."""
         for block in blocks:
             block.owners -= 1
+            if block.owners == 1:
+                self._shared.remove(block)
             block.users -= used
             self._settle(block)
 

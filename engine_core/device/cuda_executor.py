@@ -42,6 +42,7 @@ from .cuda_sampler import CudaSampler, Picks, StepTokens
 from .cuda_transfer import CudaTransfers
 from .executor import IDLE_COPY_WAIT_S, Capacity
 from .kv_pool import KVPool
+from .link import measure_link
 from .memory import available_memory
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class CudaExecutor:
         blocks = self.capacity.num_gpu_blocks, self.capacity.num_cpu_blocks
         self._pool = KVPool(model.kv_shape, config.block_size, self.kv_format, *blocks, DEVICE)
         self._transfers = CudaTransfers(self._pool)
+        self.link_peak = measure_link(self._transfers, self.capacity)
         self._tables = BlockTables(sizes.max_seqs, sizes.max_blocks)
         attention = ColdAttention(cold, self._pool) if cold is not None else None
         self._runner = CudaRunner(decoder, workspace, memory, self._pool.pages, self._sampler.memory, attention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from coldblock.engine_core.control.plan import BlockMove, StepPlan
 from coldblock.engine_core.control.request import USES_BLOCKS, Request, State
@@ -212,6 +212,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     for use in (tiers.gpu_use(), tiers.cpu_use()):
         assert use.used + use.cached + use.in_flight + use.free == use.total
         assert min(use.used, use.cached, use.in_flight, use.free) >= 0 and use.in_flight == len(moving)
+    assert tiers.shared() == shared_blocks(blocks, owners)
     for request in live:
         check_request(scheduler, request)
     for move in tiers.moves.values():
@@ -220,6 +221,14 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert len(seats) <= scheduler.config.max_num_seqs
     assert sorted(r.request_id for r in [*scheduler._waiting, *seats]) == sorted(scheduler._requests)
     check_steps_in_flight(scheduler)
+
+
+def shared_blocks(blocks: Iterable[Block], owners: Counter[Block]) -> tuple[int, int]:
+    """Of the used blocks in either tier, how many have several owners."""
+    several = [block for block in blocks if owners[block] > 1 and block.move is None]
+    on_gpu = [block for block in several if block.users or block.residency is Residency.GPU]
+    on_cpu = [b for b in several if b.residency is Residency.CPU or (b.residency is Residency.BOTH and not b.users)]
+    return len(on_gpu), len(on_cpu)
 
 
 def check_block(tiers: Tiers, block: Block, owners: int, users: int, readers: int, move: Move | None) -> None:
