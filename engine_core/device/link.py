@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..control.plan import BlockMove, Direction, MoveDone
 from ..errors import EngineError
-from .executor import Capacity, LinkPeak
+from .executor import IDLE_COPY_WAIT_S, Capacity, LinkPeak
 
 _BYTES = 32 << 20  # of one copy; half as much is as fast on a bus of 55 GB/s
 _ROUNDS = 3  # out and in each; the first one commits memory and warms up
@@ -48,7 +48,7 @@ def measure_link(transfers: _Transfers, capacity: Capacity) -> LinkPeak:
 def _copy(transfers: _Transfers, move: BlockMove, size: int) -> MoveDone:
     transfers.begin([move])
     deadline = time.monotonic() + _MOST_S
-    while not (ended := transfers.poll(_MOST_S)):
+    while not (ended := transfers.poll(IDLE_COPY_WAIT_S)):
         if time.monotonic() > deadline:
             way = "from the GPU pool to" if move.direction is Direction.OUT else "to the GPU pool from"
             raise EngineError(f"a copy of {size} bytes {way} the CPU tier has not ended after {_MOST_S:g} s")

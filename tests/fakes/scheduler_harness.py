@@ -227,7 +227,7 @@ def shared_blocks(blocks: Iterable[Block], owners: Counter[Block]) -> tuple[int,
     """Of the used blocks in either tier, how many have several owners."""
     several = [block for block in blocks if owners[block] > 1 and block.move is None]
     on_gpu = [block for block in several if block.users or block.residency is Residency.GPU]
-    on_cpu = [b for b in several if b.residency is Residency.CPU or (b.residency is Residency.BOTH and not b.users)]
+    on_cpu = [block for block in several if block.copied and (block.readers or not block.users)]
     return len(on_gpu), len(on_cpu)
 
 
