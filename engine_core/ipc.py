@@ -89,6 +89,7 @@ class IpcPort:
         self._peer_timeout_s = peer_timeout_s
         self._peers: dict[bytes, Peer] = {}
         self._owners: dict[str, tuple[Peer, str]] = {}  # of open requests, by engine-wide id: the peer, and its own id
+        self._traces: dict[str, messages.TraceContext] = {}  # of open requests that have one, by engine-wide id
         self._sessions = itertools.count(1)
         self._lease = ExporterLease()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -256,6 +257,8 @@ class IpcPort:
         request_id = join_id(identity, peer.session, submit.request_id)
         peer.requests[submit.request_id] = request_id
         self._owners[request_id] = (peer, submit.request_id)
+        if submit.trace is not None:
+            self._traces[request_id] = submit.trace
         self._commands.put(Add(request_id, prompt, sampling, submit.priority))
 
     def _sweep(self, now: float, elapsed: float) -> None:
@@ -279,6 +282,7 @@ class IpcPort:
         if peer is not None:
             for request_id in peer.requests.values():
                 del self._owners[request_id]
+                self._traces.pop(request_id, None)
                 self._commands.put(Cancel(request_id))
             if all(other.exporter != peer.exporter for other in self._peers.values()):
                 self._lease.leave(peer.exporter)
@@ -345,6 +349,7 @@ class IpcPort:
     def _disown(self, request_id: str) -> tuple[Peer, str] | None:
         """The owner of a request whose last word this is."""
         owner = self._owners.pop(request_id, None)
+        self._traces.pop(request_id, None)
         if owner is not None:
             peer, own_id = owner
             del peer.requests[own_id]
@@ -365,6 +370,7 @@ class IpcPort:
             time=time.time(),
             detail=update.detail,
             queued_s=update.queued_s,
+            trace=self._traces.get(update.request_id),
         )
 
     def _publish(self, topic: bytes, message: messages.EngineMessage | messages.Stats) -> None:

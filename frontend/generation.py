@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..protocol.client import Generation, TokenChunk
 from ..protocol.errors import ColdblockError
@@ -18,6 +19,9 @@ from ..protocol.messages import Finished, SamplingParams, SwapEvent, TokenLogpro
 from .detokenizer import Detokenizer, StopStrings
 from .engines import Target
 from .errors import ApiError, engine_unavailable
+
+if TYPE_CHECKING:
+    from .spans import ChoiceSpans, RequestSpans
 
 Logprob = tuple[int, TokenLogprob]
 
@@ -47,6 +51,7 @@ class Job:
     priority: int = 0
     events: bool = False
     log_prompts: bool = False
+    spans: RequestSpans | None = None
 
 
 @dataclass(slots=True)
@@ -96,12 +101,18 @@ async def run(job: Job, tally: Tally) -> AsyncGenerator[Delta]:
     sources = [_Choice(job, spec, tally).deltas() for spec in job.choices]
     merged = sources[0] if len(sources) == 1 else _interleave(sources)
     job.target.engine.open += len(sources)
+    error: BaseException | None = None
     try:
         async with aclosing(merged):
             async for delta in merged:
                 yield delta
+    except BaseException as caught:
+        error = caught
+        raise
     finally:
         job.target.engine.open -= len(sources)
+        if job.spans is not None:
+            job.spans.end(error)
 
 
 class _Choice:
@@ -117,6 +128,7 @@ class _Choice:
         self._stops = StopStrings(job.stops, job.include_stop)
         self._logprobs: list[Logprob] = []
         self._id = f"{job.id}-{spec.index}"
+        self._spans: ChoiceSpans | None = None
         self._answer: list[str] = []  # kept for the log alone, where it is asked for
 
     async def deltas(self) -> AsyncGenerator[Delta]:
@@ -128,19 +140,29 @@ class _Choice:
             prompt = job.target.text.tokenizer.decode(list(spec.prompt_ids), skip_special_tokens=False)
             log.info("request %s has the prompt %s", self._id, prompt)
         generation = await job.target.engine.client.submit(
-            spec.prompt_ids, spec.sampling, request_id=self._id, priority=job.priority
+            spec.prompt_ids,
+            spec.sampling,
+            request_id=self._id,
+            priority=job.priority,
+            trace=job.spans.context if job.spans is not None else None,
         )
+        if job.spans is not None:
+            self._spans = job.spans.choice(spec.index, generation)
         try:
             if spec.echo:
                 yield Delta(spec.index, spec.echo)
             async for item in generation:
                 if isinstance(item, SwapEvent):
+                    if self._spans is not None:
+                        self._spans.swap(item)
                     if job.events:
                         yield Delta(spec.index, event=item)
                     continue
                 delta = self._absorb(item)
                 if delta is None:
                     continue
+                if self._spans is not None:
+                    self._spans.chunk(delta.finish_reason)
                 if delta.finish_reason is not None:
                     await _abort(generation)  # a stop string ended it; before the last delta, whose reader may be slow
                 yield delta

@@ -12,7 +12,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -45,6 +46,9 @@ from .openai_types import (
 )
 from .streams import ChatFormat, ClientLeft, CompletionFormat, EventStream, Format, while_connected
 
+if TYPE_CHECKING:
+    from .spans import Tracer
+
 CLIENT_LEFT_STATUS = 499
 EVENTS_HEADER = "x-coldblock-events"
 _SCHEMA_REF = "#/components/schemas/{model}"
@@ -59,6 +63,7 @@ def create_app(
     *,
     exporter: str | None = None,
     on_ready: Callable[[Target], None] | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The application over one client an engine (in the order of `settings.engine`), which it connects and closes.
 
@@ -79,9 +84,11 @@ def create_app(
             yield
         finally:
             await pool.close()
+            if tracer is not None:
+                await tracer.close()
 
     app = FastAPI(title="Coldblock", version=__version__, lifespan=lifespan)
-    handlers = _Handlers(pool, http_metrics, exporter or uuid.uuid4().hex, settings.log_prompts)
+    handlers = _Handlers(pool, http_metrics, exporter or uuid.uuid4().hex, settings.log_prompts, tracer)
     for path, method, handler, body_type in handlers.routes():
         extra = _reference(body_type) if body_type is not None else None
         app.add_api_route(path, handler, methods=[method], openapi_extra=extra, response_model=None)
@@ -99,8 +106,16 @@ def create_app(
 class _Handlers:
     """One method a route."""
 
-    def __init__(self, pool: EnginePool, http_metrics: metrics.HttpMetrics, exporter: str, log_prompts: bool) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        http_metrics: metrics.HttpMetrics,
+        exporter: str,
+        log_prompts: bool,
+        tracer: Tracer | None,
+    ) -> None:
         self._pool = pool
+        self._tracer = tracer
         self._http_metrics = http_metrics
         self._exporter = exporter
         self._log_prompts = log_prompts
@@ -148,6 +163,7 @@ class _Handlers:
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts."""
+        began_ns = time.time_ns()
         body = await _body(CompletionBody, request)
         target = await self._pool.choose(body.model)
         choices: list[ChoiceSpec] = []
@@ -158,10 +174,11 @@ class _Handlers:
                 echo = prompt if isinstance(prompt, str) else await target.text.decode(ids)
             choices += _choices(body, target, ids, first=len(choices), echo=echo)
         job = self._job("cmpl-", body, target, choices, request)
-        return await _respond(job, body, CompletionFormat, request)
+        return await _respond(self._traced(job, "text_completion", request, began_ns), body, CompletionFormat, request)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
+        began_ns = time.time_ns()
         body = await _body(ChatBody, request)
         target = await self._pool.choose(body.model)
         text = await target.text.render(
@@ -171,7 +188,7 @@ class _Handlers:
         )
         ids = await _prompt_ids(target, text, param="messages")
         job = self._job("chatcmpl-", body, target, _choices(body, target, ids), request)
-        return await _respond(job, body, ChatFormat, request)
+        return await _respond(self._traced(job, "chat", request, began_ns), body, ChatFormat, request)
 
     def _job(
         self, prefix: str, body: GenerationBody, target: Target, choices: list[ChoiceSpec], request: Request
@@ -187,6 +204,12 @@ class _Handlers:
             log_prompts=self._log_prompts,
             events=body.stream and request.headers.get(EVENTS_HEADER) == "1",
         )
+
+    def _traced(self, job: Job, operation: str, request: Request, began_ns: int) -> Job:
+        """The job with a span of its own, when tracing is on."""
+        if self._tracer is None:
+            return job
+        return replace(job, spans=self._tracer.begin(job, operation, request.headers, began_ns))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a chat's prompt."""

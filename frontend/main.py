@@ -31,6 +31,7 @@ from .config import FrontendSettings
 from .engines import Target
 from .http import create_app
 from .metrics import SHARED_FOLDER
+from .tracing import tracer_from
 
 PROG = "coldblock frontend"
 _BACKLOG = 2048
@@ -87,7 +88,13 @@ def serve(settings: FrontendSettings, listener: socket.socket, worker: int = 0) 
             tell(PROG, ready, stream=sys.stdout)
 
     config = uvicorn.Config(
-        create_app(settings, clients, exporter=f"{socket.gethostname()} {url}/metrics", on_ready=on_ready),
+        create_app(
+            settings,
+            clients,
+            exporter=f"{socket.gethostname()} {url}/metrics",
+            on_ready=on_ready,
+            tracer=tracer_from(os.environ),
+        ),
         http=BoundedHttp,
         loop="uvloop",
         ws="none",

@@ -106,12 +106,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 @contextlib.contextmanager
-def serving(*engines: FakeEngine, client_options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Server]:
+def serving(
+    *engines: FakeEngine, client_options: dict[str, Any] | None = None, tracer: Any = None, **settings: Any
+) -> Iterator[Server]:
     """A frontend over started engines, in a thread, on a free loopback port."""
     listener = bind("127.0.0.1", 0)
     options = FrontendSettings(engine=tuple(engine.endpoint for engine in engines), **settings)
     clients = [AsyncClient(endpoint, **(client_options or {})) for endpoint in options.engine]
-    server = uvicorn.Server(uvicorn.Config(create_app(options, clients), log_level="warning", http=BoundedHttp))
+    app = create_app(options, clients, tracer=tracer)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=BoundedHttp))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:
