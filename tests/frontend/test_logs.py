@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,7 +13,8 @@ import httpx
 import pytest
 from coldblock.protocol.messages import Finished, Refused
 from fake_engine import FakeEngine, usage
-from frontend_kit import byte_ids, fake_engine
+from frontend_kit import byte_ids, fake_engine, wait_until
+from processes import FrontendProcess, running_frontend
 
 PROMPT, ANSWER = "PROMPTCANARY", "ANSWERCANARY"
 SABOTAGED = """
@@ -63,25 +60,12 @@ def script(prompt: list[int]) -> Iterator[object]:
 
 
 @contextlib.contextmanager
-def frontend(engine: FakeEngine, *flags: str) -> Iterator[tuple[str, list[str]]]:
-    """Its URL, and a list that has all its log lines once it has ended."""
-    command = [sys.executable, "-c", SABOTAGED, "frontend", "--port", "0", "--engine", engine.endpoint]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command += ["--port", str(port), "--shutdown-timeout", "1", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines: list[str] = []
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(400):
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            time.sleep(0.05)
-        yield url, lines
-    finally:
-        process.send_signal(signal.SIGTERM)
-        lines += process.communicate(timeout=30)[0].splitlines()
+def frontend(engine: FakeEngine, *flags: str) -> Iterator[FrontendProcess]:
+    """One with all that can go wrong in it, once it is healthy."""
+    flags = ("--shutdown-timeout", "1", *flags)
+    with running_frontend(engine.endpoint, *flags, program=("-c", SABOTAGED)) as running:
+        wait_until(lambda: httpx.get(f"{running.url}/health").status_code == 200)
+        yield running
 
 
 def provoke(url: str, engine: FakeEngine) -> None:
@@ -120,8 +104,9 @@ def provoke(url: str, engine: FakeEngine) -> None:
 @pytest.mark.parametrize("log_format", ["human", "json"])
 def test_prompts_and_answers_are_in_no_log(model_folder: Path, log_format: str) -> None:
     flags = ("--log-level", "debug", "--log-format", log_format)
-    with fake_engine(model_folder, script) as engine, frontend(engine, *flags) as (url, lines):
-        provoke(url, engine)
+    with fake_engine(model_folder, script) as engine, frontend(engine, *flags) as running:
+        provoke(running.url, engine)
+        lines = running.stop()
     log = "\n".join(lines)
     assert PROMPT not in log and ANSWER not in log
     assert "builtins.RuntimeError" in log and "in broken_push" in log and "never retrieved" in log
@@ -135,10 +120,10 @@ def test_prompts_and_answers_are_in_no_log(model_folder: Path, log_format: str) 
 
 
 def test_they_are_logged_when_asked_for(model_folder: Path) -> None:
-    with fake_engine(model_folder, script) as engine, frontend(engine, "--log-prompts") as (url, lines):
+    with fake_engine(model_folder, script) as engine, frontend(engine, "--log-prompts") as running:
         for stream in (False, True):
-            httpx.post(f"{url}/v1/completions", json={"prompt": f"fine {PROMPT}", "stream": stream})
-        httpx.post(f"{url}/v1/completions", json={"prompt": f"before {PROMPT}"})
-    log = "\n".join(lines)
+            httpx.post(f"{running.url}/v1/completions", json={"prompt": f"fine {PROMPT}", "stream": stream})
+        httpx.post(f"{running.url}/v1/completions", json={"prompt": f"before {PROMPT}"})
+        log = "\n".join(running.stop())
     assert log.count(f"has the prompt fine {PROMPT}") == 2 and log.count(f"was answered with {ANSWER}") == 2
     assert f"RuntimeError: cannot do before {PROMPT}" in log
