@@ -17,6 +17,7 @@ from typing import Protocol
 
 from .commands import Add, Cancel, Command, Report, Shutdown
 from .control.scheduler import Refusal, Scheduler
+from .control.tier_log import TierChange
 from .control.updates import Update
 from .device.executor import Executor
 
@@ -32,6 +33,8 @@ class Port(Protocol):
         """The commands that have arrived; waits up to `wait_s` seconds for the first."""
 
     def updates(self, updates: list[Update]) -> None: ...
+
+    def tier_changes(self, changes: list[TierChange]) -> None: ...
 
     def refuse(self, request_id: str, field: str, value: str, allowed: str) -> None: ...
 
@@ -83,7 +86,7 @@ class Engine:
                 self._obey(command)
         for row in list(self.scheduler.requests()):
             self.scheduler.abort(row.request_id)
-        self.port.updates(self.scheduler.drain())
+        self._tell()
 
     def step(self) -> bool:
         """Begin the next step, complete the oldest unless it may stay in flight, tell. False: nothing was to do."""
@@ -97,13 +100,20 @@ class Engine:
             result = self.executor.complete_step()
             self._in_flight -= 1
             self.scheduler.apply(result)
+        self._tell()
+        if result is not None:
+            self.meter.stepped(self.clock() - started, result.seconds)
+        return plan is not None or result is not None
+
+    def _tell(self) -> None:
+        """Send what happened since the last call."""
         updates = self.scheduler.drain()
         if updates:
             self.port.updates(updates)
             self.meter.updated(updates, self.clock())
-        if result is not None:
-            self.meter.stepped(self.clock() - started, result.seconds)
-        return plan is not None or result is not None
+        changes = self.scheduler.drain_tier_changes()
+        if changes:
+            self.port.tier_changes(changes)
 
     def _obey(self, command: Command) -> None:
         match command:

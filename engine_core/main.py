@@ -91,7 +91,12 @@ def serve(settings: EngineSettings) -> int:
     events_endpoint = checked_endpoint(
         "--events-endpoint", settings.events_endpoint or sockets.default_events_endpoint()
     )
-    port = IpcPort(endpoint, events_endpoint, peer_timeout_s=settings.peer_timeout_s)
+    port = IpcPort(
+        endpoint,
+        events_endpoint,
+        peer_timeout_s=settings.peer_timeout_s,
+        replay_endpoint=replay_endpoint(settings),
+    )
     try:
         executor = load_executor(settings, checkpoint)
         model = describe_model(settings, checkpoint, model_config, executor)
@@ -137,6 +142,13 @@ def find_checkpoint(model: str, load_format: str) -> Path:
         f"MODEL: {model!r} is neither a folder with a config.json nor a fetched model in {models_dir()}; "
         f"`coldblock fetch-model --help` lists the names it knows; with --load-format dummy, {shapes} will do too"
     )
+
+
+def replay_endpoint(settings: EngineSettings) -> str | None:
+    """Where KV events are told again, if they are told at all."""
+    if not settings.kv_events:
+        return None
+    return checked_endpoint("--kv-replay-endpoint", settings.kv_replay_endpoint or sockets.default_replay_endpoint())
 
 
 def checked_endpoint(flag: str, endpoint: str) -> str:
@@ -259,4 +271,5 @@ def scheduler_config(settings: EngineSettings, model: messages.ModelInfo) -> Sch
         resume_order=settings.resume_order,
         swap_or_recompute=settings.swap_or_recompute,
         allow_oversize=settings.allow_oversize,
+        kv_events=settings.kv_events,
     )

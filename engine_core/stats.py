@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ..protocol.messages import CpuOffload, LinkUse, Metric, ModelInfo, RequestRow, Sample, Stats, TierUse
 from .control.block_pool import PoolUse
 from .control.scheduler import Scheduler
@@ -152,8 +154,16 @@ class EngineStats:
             self.queued.observe(update.queued_s)
             self._bytes_in.count(now, update.bytes)
 
-    def snapshot(self, scheduler: Scheduler, peers: int) -> Stats:
-        """The state at this moment."""
+    def snapshot(self, scheduler: Scheduler, peers: int) -> Callable[[], Stats]:
+        """The state at this moment. What needs time for each request is left for the call of what is returned, which
+        may come on any thread: steps wait for this method.
+        """
+        views = scheduler.requests(MAX_ROWS)
+        stats = self._state(scheduler, peers)
+        return lambda: msgspec.structs.replace(stats, requests=tuple([self._row(view) for view in views]))
+
+    def _state(self, scheduler: Scheduler, peers: int) -> Stats:
+        """All but the requests' rows."""
         now = self._clock()
         gpu_shared, cpu_shared = scheduler.shared_blocks()
         gpu, cpu = _tier(scheduler.gpu_use(), gpu_shared), _tier(scheduler.cpu_use(), cpu_shared)
@@ -177,7 +187,7 @@ class EngineStats:
             ),
             step_ms=1000 * self._step_s,
             tokens_per_s=self._tokens.per_second(now),
-            requests=tuple(self._row(view) for view in scheduler.requests(MAX_ROWS)),
+            requests=(),
             metrics=tuple(self._metrics(scheduler, peers, gpu, cpu)),
             cpu=cpu,
             link=LinkUse(

@@ -1,4 +1,4 @@
-"""What an installed Coldblock consists of: every package, the kernels' sources, the shapes."""
+"""What an installed Coldblock consists of: every package, the kernels' sources, the shapes, the pages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def test_every_package_is_shipped() -> None:
     assert shipped == {ROOT, *(file.parent for room in rooms for file in room.rglob("__init__.py"))}
 
 
-def test_every_kernel_source_and_shape_is_shipped() -> None:
+def test_every_kernel_source_shape_and_page_is_shipped() -> None:
     patterns = SETUPTOOLS["package-data"].items()
     shipped = {file for package, globs in patterns for glob in globs for file in folder_of(package).glob(glob)}
     assert {file for file in (ROOT / "kernels" / "cuda").iterdir() if file.is_file()} <= shipped
     assert set((ROOT / "engine_core" / "models" / "shapes").rglob("*.json")) <= shipped
+    assert set((ROOT / "tools" / "bench" / "templates").iterdir()) <= shipped

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .config import SchedulerConfig
 from .plan import Direction, MoveDone, SampledToken
 from .request import Copied, Request
-from .swap import Move
+from .swap import READABLE, Move
 from .tiers import Tiers
 from .updates import (
     Counters,
@@ -160,8 +160,9 @@ class Journal:
 
 def view(request: Request, now: float) -> RequestView:
     """A live request as a monitor shows it."""
-    running = bool(request.block_table)  # then all its blocks but the cold ones are on the GPU, and nobody counts them
-    gpu_blocks = len(request.block_table) if running else sum(block.readable for block in request.hot)
+    gpu_blocks = len(request.block_table)
+    if not gpu_blocks and request.blocks:  # who runs has all but the cold ones on the GPU, so that nobody counts them
+        gpu_blocks = sum([block.residency in READABLE for block in request.hot])
     stalled_s = 0.0 if request.swapped_since is None else now - request.swapped_since
     first, gaps = request.first_token_at, request.num_outputs - 1
     return RequestView(

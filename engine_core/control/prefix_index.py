@@ -52,10 +52,13 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def insert(self, digest: bytes, block: Block) -> None:
-        """Say that `block` holds the prefix, unless another block already does: that one stays the answer."""
-        if self._block_of.setdefault(digest, block) is block:
-            block.digest = digest
+    def insert(self, digest: bytes, block: Block) -> bool:
+        """Say that `block` holds the prefix, unless a block already does: that one stays the answer. Whether it did."""
+        if digest in self._block_of:
+            return False
+        self._block_of[digest] = block
+        block.digest = digest
+        return True
 
     def drop(self, block: Block) -> None:
         """Forget what `block` holds; a block that is not indexed is ignored."""

@@ -73,10 +73,9 @@ class Prefixes:
         """Let others find the first `full` blocks of a request that has them all; their KV has been computed."""
         if not self._enabled or not request.indexed_blocks < full <= len(request.blocks):
             return
-        index = self._tiers.index
-        index.extend_chain(request.digests, request.tokens, full)
+        self._tiers.index.extend_chain(request.digests, request.tokens, full)
         for position in range(request.indexed_blocks, full):
-            index.insert(request.digests[position], request.blocks[position])
+            self._tiers.name(request.blocks[position], request.digests, position, request.tokens)
         request.indexed_blocks = full
 
     def forget(self, request: Request) -> None:

@@ -73,6 +73,7 @@ from .request import RUNS, USES_BLOCKS, Copied, Event, Request, State
 from .room import Entry, Room
 from .sampling import Sampling
 from .swap import NO_SLOT, Block, Residency
+from .tier_log import TierChange, TierLog
 from .tiers import Tiers
 from .updates import Counters, FinishReason, RequestView, SwapReason, Update
 from .validation import Refusal, check_prompt, check_sampling
@@ -107,7 +108,8 @@ class Scheduler:
         self._favoured: Request | None = None  # the newcomer that running requests gave way to
 
         self._speeds = Speeds(config.block_bytes)
-        self._tiers = Tiers(config.num_gpu_blocks, config.cpu_blocks, config.block_size)
+        self._tier_log = TierLog(config.block_size) if config.kv_events else None
+        self._tiers = Tiers(config.num_gpu_blocks, config.cpu_blocks, config.block_size, self._tier_log)
         self._journal = Journal(config, self._tiers)
         self._copies = Copies(self._tiers, self._journal, self._speeds)
         self._cold = ColdBlocks(config, self._tiers, self._copies)
@@ -159,6 +161,10 @@ class Scheduler:
     def drain(self) -> list[Update]:
         """What happened since the last call, in order."""
         return self._journal.drain()
+
+    def drain_tier_changes(self) -> list[TierChange]:
+        """Which indexed blocks came to a tier or left it since the last call, in order; nothing without `kv_events`."""
+        return [] if self._tier_log is None else self._tier_log.drain()
 
     # ------------------------------------------------------------ plan
 

@@ -99,7 +99,7 @@ class Block:
     @property
     def readable(self) -> bool:
         """Whether its content is on the GPU now."""
-        return self.residency in _READABLE
+        return self.residency in READABLE
 
     @property
     def copied(self) -> bool:
@@ -107,7 +107,7 @@ class Block:
         return self.residency in _COPIED
 
 
-_READABLE = frozenset({Residency.GPU, Residency.COPYING_OUT, Residency.BOTH})
+READABLE = frozenset({Residency.GPU, Residency.COPYING_OUT, Residency.BOTH})
 _COPIED = frozenset({Residency.CPU, Residency.COPYING_IN, Residency.BOTH})
 
 

@@ -17,6 +17,7 @@ While a copy runs both its ends are held; a block that nobody wants any more is 
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -25,13 +26,18 @@ from .plan import Direction
 from .prefix_index import PrefixIndex
 from .request import Request
 from .swap import NO_SLOT, Block, BlockEvent, Move, Residency, Shelf
+from .tier_log import TierLog
 from .updates import SwapReason
 
 
 class Tiers:
-    """The GPU pool, the CPU pool, and the blocks in them. `num_cpu_blocks` 0 means that nothing is ever copied out."""
+    """The GPU pool, the CPU pool, and the blocks in them. `num_cpu_blocks` 0 means that nothing is ever copied out.
 
-    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int) -> None:
+    `log`, if there is one, is told where the index's blocks are.
+    """
+
+    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, log: TierLog | None = None) -> None:
+        self._log = log
         self.index = PrefixIndex(block_size)
         self.moves: dict[int, Move] = {}
         self._gpu, self._cpu = BlockPool(num_gpu_blocks), BlockPool(num_cpu_blocks)
@@ -179,8 +185,17 @@ class Tiers:
             self._drop_cpu(block)
         assert block.residency is Residency.GPU, f"a write to a block in {block.residency.name}"
 
+    def name(self, block: Block, digests: Sequence[bytes], position: int, tokens: array[int]) -> None:
+        """Let this block be found, unless another one with its content is: it is full, with block `position` of
+        `tokens`, whose chain is `digests`.
+        """
+        if self.index.insert(digests[position], block) and self._log is not None:
+            self._log.named(block, digests, position, tokens)
+
     def forget(self, block: Block) -> None:
         """The content of this block is not to be found any more, in either tier."""
+        if self._log is not None:
+            self._log.forgotten(block)
         self.index.drop(block)
         self._settle(block)
 
@@ -202,6 +217,8 @@ class Tiers:
         """All bytes have arrived: the blocks are in both tiers."""
         move = self._end(move_id, BlockEvent.COPIED)
         for block in move.blocks:
+            if self._log is not None:
+                self._log.arrived(block, "CPU" if move.direction is Direction.OUT else "GPU")
             # What comes in ahead of its turn goes last of all that may be given up, what leaves goes first.
             self._settle(block, first=move.direction is Direction.OUT)
         return move
@@ -253,11 +270,15 @@ class Tiers:
         return self._cpu.take()
 
     def _drop_gpu(self, block: Block) -> None:
+        if self._log is not None:
+            self._log.left(block, "GPU")
         block.on(BlockEvent.DROP_GPU)
         self._free_gpu(block)
         self._settle(block)
 
     def _drop_cpu(self, block: Block) -> None:
+        if self._log is not None:
+            self._log.left(block, "CPU")
         block.on(BlockEvent.DROP_CPU)
         self._free_cpu(block)
         self._settle(block)

@@ -98,8 +98,7 @@ class Counters:
     finished: Counter[FinishReason] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(NamedTuple):
     """One live request as a monitor shows it. Seconds as in `FinishedUpdate`, as far as it has come.
 
     `stall_s`: all its time swapped out; `stalled_s`: of the swap it is in now, else 0. `ttft_s`: arrival to the first

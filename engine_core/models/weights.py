@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...kernels.errors import KernelArgumentError
+from ...progress import track
 from ..errors import CheckpointError
 from .cpu_builder import CpuBuilder, LoadOptions
 from .k_bias import KeyBias, measure
@@ -192,7 +193,7 @@ def load_parts(
     """
     loader = _Loader(config, source, builder)
     embedding, head = loader.ends()
-    layers = [loader.layer(i) for i in range(config.num_layers)]
+    layers = [loader.layer(i) for i in track(range(config.num_layers), "loading weights", "layer")]
     parts = DecoderParts(embedding, layers, loader.norm(config.architecture.final_norm), head)
     if isinstance(source, Checkpoint) and (unused := source.unused()):
         logger.info("%s: %d tensors are not used: %s", config.path, len(unused), ", ".join(unused[:8]))

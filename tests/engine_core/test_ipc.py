@@ -211,3 +211,27 @@ def test_an_update_put_out_during_a_delivery_does_not_wait_for_the_next_one(
     monkeypatch.setattr(port, "_deliver_all", deliver_and_be_overtaken)
     port.updates([token(a, 1)])
     assert [peer.outputs()[0][1] for _ in range(3)] == [[1], [2], [3]]
+
+
+def test_a_subscriber_that_never_reads_makes_nobody_wait_and_nothing_grow(
+    port: IpcPort, peer: Peer, context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """All that is kept for it is what its and the engine's socket may queue; the rest it has missed."""
+    stuck = sockets.subscriber(context, f"ipc://{tmp_path}/v", [sockets.TOPIC_SWAP])
+    large = SwapUpdate("", "copied_out", "write_behind", 1, 1000, 0.1, 3, 1000, detail="x" * 8192)
+    while not stuck.poll(50):  # until it is subscribed
+        port.updates([large])
+    a, published = peer.submit("a"), 4 * sockets.EVENTS_HWM
+    for number in range(published):
+        port.updates([large, token(a, number)])
+    received: list[int] = []
+    while len(received) < published:
+        ((_, tokens, _),) = peer.outputs()
+        received += tokens
+    assert received == list(range(published)), "who reads gets everything, at once"
+    assert not port._outgoing
+    kept = 0
+    while stuck.poll(100):
+        stuck.recv_multipart()
+        kept += 1
+    assert sockets.EVENTS_HWM <= kept < 3 * sockets.EVENTS_HWM

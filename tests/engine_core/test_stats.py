@@ -71,10 +71,10 @@ def test_copies_are_shown_by_the_half_second_and_against_the_links_peak() -> Non
         (0.6, "copied_in", 5000),
     ):
         stats.updated([copied(phase, size)], now)  # type: ignore[arg-type]
-    link = stats.snapshot(harness.scheduler, 0).link
+    link = stats.snapshot(harness.scheduler, 0)().link
     assert (link.out_bytes_per_s, link.in_bytes_per_s) == (pytest.approx(6000 / 0.6), pytest.approx(0.0))
     now = 1.1
-    link = stats.snapshot(harness.scheduler, 0).link
+    link = stats.snapshot(harness.scheduler, 0)().link
     assert (link.out_bytes_per_s, link.in_bytes_per_s) == (0.0, pytest.approx(6000 / 0.6))
     assert (link.peak_out_bytes_per_s, link.peak_in_bytes_per_s) == (50e9, 40e9)
 
@@ -89,7 +89,7 @@ def test_a_snapshot_shows_both_tiers_and_the_way_of_each_request() -> None:
     harness.add("peer/1/c", range(33), 60)
     harness.run_until(lambda: bool(harness.phases("swapped")) and not harness.scheduler.gpu_use().in_flight)
     harness.clock.now += 0.5
-    shown = stats.snapshot(harness.scheduler, 3)
+    shown = stats.snapshot(harness.scheduler, 3)()
     gpu, cpu = harness.scheduler.gpu_use(), harness.scheduler.cpu_use()
     assert shown.gpu == TierUse(8, gpu.used, gpu.cached, 0, gpu.free, shared=2)
     assert shown.cpu == TierUse(16, cpu.used, cpu.cached, 0, cpu.free) and shown.cpu.used > 0
