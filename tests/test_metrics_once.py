@@ -80,6 +80,7 @@ def test_a_frontend_that_was_killed_goes_on_when_it_is_back(engine: EngineProces
 
 def test_a_frontend_alone_shows_all(engine: EngineProcess) -> None:
     with running_frontend(engine.endpoint) as alone:
+        wait_until(lambda: bool(engine_series(scrape(alone))))  # the engine may not miss one that was killed before yet
         found = scrape(alone)
     names = {name for name, _ in found}
     assert {"vllm:num_requests_running", "coldblock_swapped_requests", "coldblock_http_requests_total"} <= names
