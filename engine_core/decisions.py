@@ -26,7 +26,7 @@ def describe_start(
     tier_reason = _why_this_cpu_tier(settings, sizes)
     device = str(sizes.get("gpu", "the CPU"))
     details = [why_no_gpu] if why_no_gpu else []
-    details += [f"{sizes['threads']} threads"] if "threads" in sizes else []
+    details += [f"threads: {sizes['threads']}"] if "threads" in sizes else []
     where = f"{device} ({'; '.join(details)})" if details else device
     line = (
         f"{settings.model} on {where}: {_memory_sum(settings, sizes)}; "

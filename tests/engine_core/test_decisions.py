@@ -30,7 +30,7 @@ def described(
 def test_on_the_cpu() -> None:
     line, fields = described(threads=2, why_no_gpu="CuPy is missing")
     assert line == (
-        "tiny on the CPU (CuPy is missing; 2 threads): weights 3.0 + KV 5.0 MiB; "
+        "tiny on the CPU (CuPy is missing; threads: 2): weights 3.0 + KV 5.0 MiB; "
         "KV fp16 (as the model computes): 10 blocks of 16 tokens = 160 tokens (what fits, at most 4 GiB); "
         "CPU tier 2.0 GiB = 4,096 blocks (the default)"
     )
