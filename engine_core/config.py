@@ -12,7 +12,8 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
-from ..settings import LogLevel, Settings
+from ..logs import LogFormat, LogLevel
+from ..settings import Settings
 from .kv_layout import KV_CACHE_DTYPES, resolve_kv_cache_dtype
 
 MAX_SEED = 2**63 - 1
@@ -79,6 +80,7 @@ class EngineSettings(Settings):
     kv_replay_endpoint: str | None = Field(None, description="where KV events can be asked for again")
     peer_timeout_s: float = Field(10.0, gt=0, description="a peer silent for so long has its requests aborted")
     log_level: LogLevel = Field("info", description="least severe log lines to print")
+    log_format: LogFormat = Field("human", description="log lines for people, or one JSON object a line")
 
     @model_validator(mode="after")
     def _a_step_holds_every_sequence(self) -> EngineSettings:

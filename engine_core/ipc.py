@@ -28,6 +28,7 @@ from .commands import Add, Cancel, Command, Report, Shutdown
 from .control.sampling import Sampling
 from .control.tier_log import TierChange
 from .control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
+from .exporter import ExporterLease
 from .kv_feed import KVFeed
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Peer:
     """One connected client, from a `Hello` to the next. `backlog`: messages its full socket queue did not take.
 
     `requests`: its own ids of its open requests, and the engine-wide ones. `session` is part of the latter: what an
-    earlier session left behind never meets a later one.
+    earlier session left behind never meets a later one. `exporter`: under which name it last asked for metrics;
+    `stats_for`: the same, or "", for each of its requests for stats that was not answered yet.
     """
 
     identity: bytes
@@ -58,6 +60,8 @@ class Peer:
     heard_at: float
     requests: dict[str, str] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
+    stats_for: deque[str] = field(default_factory=deque)
+    exporter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,9 @@ class IpcPort:
         self._peer_timeout_s = peer_timeout_s
         self._peers: dict[bytes, Peer] = {}
         self._owners: dict[str, tuple[Peer, str]] = {}  # of open requests, by engine-wide id: the peer, and its own id
+        self._traces: dict[str, messages.TraceContext] = {}  # of open requests that have one, by engine-wide id
         self._sessions = itertools.count(1)
+        self._lease = ExporterLease()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outgoing: deque[Outgoing] = deque()
         self._woken = False  # a wake is on its way to the socket thread
@@ -246,7 +252,11 @@ class IpcPort:
                         self._commands.put(Cancel(request_id))
             case messages.Ping(sequence):
                 self._write(identity, messages.Pong(sequence, self._step_age()))
-            case messages.StatsRequest():
+            case messages.StatsRequest(exporter):
+                if exporter:
+                    peer.exporter = exporter
+                    self._lease.ask(exporter, now)
+                peer.stats_for.append(exporter)
                 self._commands.put(Report(identity))
             case messages.Goodbye():
                 self._forget(identity)
@@ -274,6 +284,8 @@ class IpcPort:
         request_id = join_id(identity, peer.session, submit.request_id)
         peer.requests[submit.request_id] = request_id
         self._owners[request_id] = (peer, submit.request_id)
+        if submit.trace is not None:
+            self._traces[request_id] = submit.trace
         self._commands.put(Add(request_id, prompt, sampling, submit.priority))
 
     def _sweep(self, now: float, elapsed: float) -> None:
@@ -297,7 +309,10 @@ class IpcPort:
         if peer is not None:
             for request_id in peer.requests.values():
                 del self._owners[request_id]
+                self._traces.pop(request_id, None)
                 self._commands.put(Cancel(request_id))
+            if all(other.exporter != peer.exporter for other in self._peers.values()):
+                self._lease.leave(peer.exporter)
 
     # ------------------------------------------------------------ sending
 
@@ -314,10 +329,20 @@ class IpcPort:
                 case _Report(None, state):
                     self._publish(sockets.TOPIC_STATS, state())
                 case _Report(identity, state):
-                    if identity in self._peers:
-                        self._write(identity, state())
+                    self._answer(identity, state)
                 case _TierChanges(changes):
                     self._feed.tell(changes)
+
+    def _answer(self, identity: bytes, state: Callable[[], messages.Stats]) -> None:
+        """To an exporter, with the metrics only if it is the one that has them."""
+        peer = self._peers.get(identity)
+        if peer is None or not peer.stats_for:  # it is gone, or has said hello again since
+            return
+        stats = state()
+        if exporter := peer.stats_for.popleft():
+            metrics = stats.metrics if exporter == self._lease.holder else ()
+            stats = msgspec.structs.replace(stats, exporter=self._lease.holder, metrics=metrics)
+        self._write(identity, stats)
 
     def _deliver(self, updates: list[Update]) -> None:
         """One `Tokens` a peer; a swap event goes out in its place between a request's tokens."""
@@ -354,6 +379,7 @@ class IpcPort:
     def _disown(self, request_id: str) -> tuple[Peer, str] | None:
         """The owner of a request whose last word this is."""
         owner = self._owners.pop(request_id, None)
+        self._traces.pop(request_id, None)
         if owner is not None:
             peer, own_id = owner
             del peer.requests[own_id]
@@ -374,6 +400,7 @@ class IpcPort:
             time=time.time(),
             detail=update.detail,
             queued_s=update.queued_s,
+            trace=self._traces.get(update.request_id),
         )
 
     def _publish(self, topic: bytes, message: messages.EngineMessage | messages.Stats) -> None:

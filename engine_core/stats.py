@@ -19,7 +19,7 @@ import msgspec
 from ..protocol.messages import CpuOffload, LinkUse, Metric, ModelInfo, RequestRow, Sample, Stats, TierUse
 from .control.block_pool import PoolUse
 from .control.scheduler import Scheduler
-from .control.updates import FinishedUpdate, FinishReason, RequestView, SwapUpdate, TokenUpdate, Update
+from .control.updates import Counters, FinishedUpdate, FinishReason, RequestView, SwapUpdate, TokenUpdate, Update
 from .device.executor import LinkPeak
 
 # fmt: off
@@ -78,6 +78,7 @@ class EngineStats:
         self._labels = {"model_name": model.name, "engine": endpoint}
         self._clock = clock
         self._started_at = clock()
+        self._started_at_time = time.time()
         self._live: dict[str, _Clocked] = {}
         self._step_s = 0.0
         self._tokens = _Rate(clock(), TOKENS_WINDOW_S)
@@ -165,6 +166,7 @@ class EngineStats:
         """All but the requests' rows."""
         now = self._clock()
         gpu_shared, cpu_shared = scheduler.shared_blocks()
+        gpu, cpu = _tier(scheduler.gpu_use(), gpu_shared), _tier(scheduler.cpu_use(), cpu_shared)
         return Stats(
             engine_id=self._engine_id,
             time=time.time(),
@@ -174,20 +176,20 @@ class EngineStats:
             running=scheduler.running,
             waiting=scheduler.waiting,
             swapped=scheduler.swapped,
-            gpu=_tier(scheduler.gpu_use(), gpu_shared),
+            gpu=gpu,
             cpu_offload=CpuOffload(
                 enabled=self._model.num_cpu_blocks > 0,
                 payload_bytes=scheduler.cpu_blocks_used * self._model.kv_block_bytes,
                 budget_bytes=self._model.num_cpu_blocks * self._model.kv_block_bytes,
                 max_swapped_requests=scheduler.counters.max_swapped_requests,
                 blocks=scheduler.cpu_blocks_used,
-                cached_blocks=scheduler.cpu_use().cached,
+                cached_blocks=cpu.cached,
             ),
             step_ms=1000 * self._step_s,
             tokens_per_s=self._tokens.per_second(now),
             requests=(),
-            metrics=tuple(self._metrics(scheduler)),
-            cpu=_tier(scheduler.cpu_use(), cpu_shared),
+            metrics=tuple(self._metrics(scheduler, peers, gpu, cpu)),
+            cpu=cpu,
             link=LinkUse(
                 out_bytes=scheduler.counters.offload_bytes,
                 in_bytes=scheduler.counters.reload_blocks * self._model.kv_block_bytes,
@@ -221,12 +223,27 @@ class EngineStats:
             recomputes=view.recomputes,
         )
 
-    def _metrics(self, scheduler: Scheduler) -> list[Metric]:
-        counters, gpu = scheduler.counters, scheduler.gpu_use()
-        payload = scheduler.cpu_blocks_used * self._model.kv_block_bytes
-        budget = self._model.num_cpu_blocks * self._model.kv_block_bytes
+    def _metrics(self, scheduler: Scheduler, peers: int, gpu: TierUse, cpu: TierUse) -> list[Metric]:
+        info = {"block_size": str(self._model.block_size), "num_gpu_blocks": str(self._model.num_gpu_blocks)}
+        counters = scheduler.counters
+        finished = [self._sample(counters.finished[reason], finished_reason=reason) for reason in FINISH_REASONS]
+        return [
+            *(Metric(name, "counter", help, (self._sample(value),)) for name, help, value in self._counts(counters)),
+            *(
+                Metric(name, "gauge", help, (self._sample(value),))
+                for name, help, value in self._gauges(scheduler, peers, gpu)
+            ),
+            *self._tiers(gpu, cpu),
+            Metric("vllm:request_success_total", "counter", "Requests that ended, by reason.", tuple(finished)),
+            Metric("vllm:cache_config_info", "gauge", "Sizes of the KV pool.", (self._sample(1, **info),)),
+            *(self._histogram(histogram) for histogram in self.histograms),
+        ]
+
+    def _counts(self, counters: Counters) -> tuple[tuple[str, str, float], ...]:
         own = "coldblock_"
-        counts: tuple[tuple[str, str, float], ...] = (
+        reload_bytes = counters.reload_blocks * self._model.kv_block_bytes
+        cpu_hits = counters.prefix_reload_blocks * self._model.block_size
+        return (
             (own + "requests_swapped_total", "Swap-outs of a request.", counters.requests_swapped),
             (own + "requests_resumed_total", "Swap-ins of a request.", counters.requests_resumed),
             (own + "kv_cpu_offload_blocks_total", "KV blocks copied to the CPU tier.", counters.offload_blocks),
@@ -235,8 +252,10 @@ class EngineStats:
             (own + "kv_cpu_offload_failed_total", "Copies to the CPU tier that failed.", counters.offload_failed),
             (own + "kv_cpu_offload_rejected_total", "Swaps the CPU budget forbade.", counters.offload_rejected),
             (own + "kv_cpu_reload_blocks_total", "KV blocks copied back to the GPU pool.", counters.reload_blocks),
+            (own + "kv_cpu_reload_bytes_total", "Payload bytes copied back to the GPU pool.", reload_bytes),
             (own + "kv_prefetch_blocks_total", "Of these, before their request's turn.", counters.prefetch_blocks),
             (own + "kv_prefix_reload_blocks_total", "Of these, for a known prefix.", counters.prefix_reload_blocks),
+            (own + "prefix_cache_cpu_hits_total", "Prompt tokens found in the CPU tier.", cpu_hits),
             (own + "kv_cpu_reload_failed_total", "Copies to the GPU pool that failed.", counters.reload_failed),
             ("vllm:num_preemptions_total", "Requests whose KV was dropped for recomputation.", counters.preemptions),
             ("vllm:prompt_tokens_total", "Prompt tokens prefilled.", counters.prompt_tokens),
@@ -244,25 +263,43 @@ class EngineStats:
             ("vllm:prefix_cache_queries_total", "Prompt tokens looked up.", counters.prefix_queries_tokens),
             ("vllm:prefix_cache_hits_total", "Prompt tokens found in the cache.", counters.prefix_hits_tokens),
         )
-        gauges: tuple[tuple[str, str, float], ...] = (
+
+    def _gauges(self, scheduler: Scheduler, peers: int, gpu: TierUse) -> tuple[tuple[str, str, float], ...]:
+        own = "coldblock_"
+        most_swapped = scheduler.counters.max_swapped_requests
+        payload = scheduler.cpu_blocks_used * self._model.kv_block_bytes
+        budget = self._model.num_cpu_blocks * self._model.kv_block_bytes
+        return (
+            (own + "engine_start_time_seconds", "When the engine was started, Unix time.", self._started_at_time),
+            (own + "peers", "Connected frontends, clients and tools.", peers),
             (own + "swapped_requests", "Requests in the CPU tier, or on their way.", scheduler.swapped),
             (own + "cpu_offload_bytes", "Payload bytes in the CPU tier.", payload),
             (own + "cpu_offload_budget_bytes", "Most payload bytes the CPU tier may hold.", budget),
             (own + "cpu_offload_enabled", "1 when there is a CPU tier.", float(budget > 0)),
-            (own + "max_swapped_requests", "Most requests swapped at once so far.", counters.max_swapped_requests),
+            (own + "max_swapped_requests", "Most requests swapped at once so far.", most_swapped),
             ("vllm:num_requests_running", "Requests in the step batch.", scheduler.running),
             ("vllm:num_requests_waiting", "Requests not yet started.", scheduler.waiting),
             ("vllm:kv_cache_usage_perc", "Share of GPU blocks in use, 0 to 1.", (gpu.used + gpu.in_flight) / gpu.total),
         )
-        info = {"block_size": str(self._model.block_size), "num_gpu_blocks": str(self._model.num_gpu_blocks)}
-        finished = [self._sample(counters.finished[reason], finished_reason=reason) for reason in FINISH_REASONS]
-        return [
-            *(Metric(name, "counter", help, (self._sample(value),)) for name, help, value in counts),
-            *(Metric(name, "gauge", help, (self._sample(value),)) for name, help, value in gauges),
-            Metric("vllm:request_success_total", "counter", "Requests that ended, by reason.", tuple(finished)),
-            Metric("vllm:cache_config_info", "gauge", "Sizes of the KV pool.", (self._sample(1, **info),)),
-            *(self._histogram(histogram) for histogram in self.histograms),
-        ]
+
+    def _tiers(self, gpu: TierUse, cpu: TierUse) -> tuple[Metric, ...]:
+        """Both tiers by state, and the link between them."""
+        uses = (("gpu", gpu), ("cpu", cpu))
+        states = ("used", "cached", "in_flight", "free")
+        blocks = [self._sample(getattr(use, state), tier=tier, state=state) for tier, use in uses for state in states]
+        shared = [self._sample(use.shared, tier=tier) for tier, use in uses]
+        peaks = (("out", self._link_peak.out_bytes_per_s), ("in", self._link_peak.in_bytes_per_s))
+        peak = [self._sample(value, direction=direction) for direction, value in peaks]
+        return (
+            Metric("coldblock_kv_blocks", "gauge", "KV blocks by tier and state.", tuple(blocks)),
+            Metric("coldblock_kv_shared_blocks", "gauge", "Used ones that several requests share.", tuple(shared)),
+            Metric(
+                "coldblock_kv_link_peak_bytes_per_second",
+                "gauge",
+                "Most bytes a second that copies between the tiers did at start; 0 without a CPU tier.",
+                tuple(peak),
+            ),
+        )
 
     def _sample(self, value: float, **labels: str) -> Sample:
         return Sample(value=float(value), labels={**self._labels, **labels})

@@ -131,7 +131,9 @@ class Tiers:
         """
         still = [block for block in self._shared if block.move is None]
         on_gpu = [block for block in still if block.gpu != NO_SLOT]
-        return len(on_gpu) - self.giving_way(on_gpu), sum(block.cpu != NO_SLOT and block.cpu_shelf is None for block in still)
+        return len(on_gpu) - self.giving_way(on_gpu), sum(
+            block.cpu != NO_SLOT and block.cpu_shelf is None for block in still
+        )
 
     def _in_flight(self) -> int:
         return sum(len(move.blocks) for move in self.moves.values())

@@ -25,6 +25,7 @@ from coldblock.protocol.messages import (
     Submit,
     SwapEvent,
     Tokens,
+    TraceContext,
     Welcome,
 )
 from fake_engine import MODEL
@@ -62,8 +63,8 @@ class Peer:
         self.dealer.send(encode(Hello(PROTOCOL_VERSION, "peer")))
         assert isinstance(self.receive(), Welcome)
 
-    def submit(self, own_id: str) -> str:
-        self.dealer.send(encode(Submit(own_id, pack_tokens([1, 2]), SamplingParams())))
+    def submit(self, own_id: str, trace: TraceContext | None = None) -> str:
+        self.dealer.send(encode(Submit(own_id, pack_tokens([1, 2]), SamplingParams(), trace=trace)))
         (command,) = commands(self._port, 1)
         assert isinstance(command, Add)
         return command.request_id
@@ -133,6 +134,17 @@ def test_a_swap_event_keeps_its_place_between_the_tokens(port: IpcPort, peer: Pe
     event = peer.receive()
     assert isinstance(event, SwapEvent) and event.request_id == "a"
     assert peer.outputs() == [("a", [3], None)]
+
+
+def test_a_requests_trace_is_in_its_swap_events_as_long_as_it_lives(port: IpcPort, peer: Peer) -> None:
+    trace = TraceContext("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "a=1")
+    traced, plain = peer.submit("a", trace), peer.submit("b")
+    port.updates([swap(traced), swap(plain)])
+    assert [peer.receive().trace for _ in range(2)] == [trace, None]
+    port.updates([end(traced)])
+    assert peer.outputs() == [("a", [], "length")]
+    peer.hello()
+    assert not port._traces
 
 
 def test_copies_in_the_background_are_published_and_disturb_no_stream(

@@ -108,13 +108,17 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 @contextlib.contextmanager
 def serving(
-    *engines: FakeEngine, client_options: dict[str, Any] | None = None, port: int = 0, **settings: Any
+    *engines: FakeEngine,
+    client_options: dict[str, Any] | None = None,
+    port: int = 0,
+    tracer: Any = None,
+    **settings: Any,
 ) -> Iterator[Server]:
     """A frontend over started engines, in a thread, on a loopback port, by default a free one."""
     listener = bind("127.0.0.1", port)
     options = FrontendSettings(engine=tuple(engine.endpoint for engine in engines), **settings)
     clients = [AsyncClient(endpoint, **(client_options or {})) for endpoint in options.engine]
-    app = create_app(options, clients)
+    app = create_app(options, clients, tracer=tracer)
     config = uvicorn.Config(app, log_level="warning", http=BoundedHttp)
     server = HttpServer(config, app.state.end_streams)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
