@@ -31,8 +31,9 @@ from torch import Tensor
 
 from .checks import ACTIVATIONS, check_multiple, check_tensor
 from .errors import KernelArgumentError
-from .loader import Variant, load
+from .loader import Function, Variant, load
 from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat, stored_keys_and_values
+from .rotated_bias import TILED_ROWS, RotatedBias
 
 DETERMINISTIC_SPLIT = 512
 """`split_tokens` where results must not depend on the batch."""
@@ -51,6 +52,7 @@ _FAN = 16  # parts that a node of that tree merges
 _PARTS_OF_LEVELS = (1, _FAN, _FAN**2)  # more need another level
 _PART_FIELDS = 6
 _L2_SHARE = 0.5  # of the L2 cache, for what is read ahead
+_MOST_TURNS_BYTES = 96 << 10  # measured on an H200: with more steps there, spins are found less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +231,15 @@ def _cost(long: int, short: int, share: float, waves: float, long_waves: float, 
 
 
 def paged_decode(
-    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor, splits: DecodeSplits, out: Tensor
-) -> None:
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor, splits: DecodeSplits,
+    out: Tensor, k_bias: RotatedBias | None = None,
+) -> None:  # fmt: skip
     """Attention of each sequence's newest token to all its tokens, itself included, whose K and V are in the pool.
 
     q fp16 or bf16 [B, H, D]; block_tables int32 [B, max_blocks]; context_lens int32 [B], 0 for a padding row, whose
     output is zeros; out [B, H * D] in q's dtype. `splits.plan` holds the plan for these lengths. Scores are scaled by
-    1 / sqrt(D). Tensor cores work in fp16, with a bf16 pool in bf16. Raises KernelArgumentError.
+    1 / sqrt(D). Tensor cores work in fp16, with a bf16 pool in bf16. `k_bias`: what the pool's K lacks; its scores are
+    about as exact as if an fp16 pool held it. Raises KernelArgumentError.
     """
     check_tensor("q", q, ACTIVATIONS, (("B", None), ("H", None), ("D", pages.head_dim)))
     batch, num_heads = q.shape[0], q.shape[1]
@@ -245,9 +249,15 @@ def paged_decode(
     check_tensor("context_lens", context_lens, torch.int32, (("B", batch),), alignment=4)
     check_tensor("out", out, q.dtype, (("B", batch), ("H * D", num_heads * pages.head_dim)))
     _check_splits(splits, batch, groups, heads, pages.head_dim)
-    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8)
+    if k_bias is not None:
+        k_bias.check(pages)
+    macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8, k_bias is not None)
     kernel = load("paged_decode", **macros)
-    kernel.prefer_l1(macros["BLOCKS_PER_SM"])
+    blocks, steps = macros["BLOCKS_PER_SM"], 0
+    if k_bias is not None:
+        steps = _turned_steps(kernel, pages.head_dim, blocks, macros["WARPS"] * macros["TILES"] * _TILE)
+    shared_bytes = steps * _turns_bytes(pages.head_dim)
+    kernel.prefer_l1(blocks, shared_bytes)
     kernel.launch(
         (splits.blocks,),
         32 * macros["WARPS"],
@@ -255,10 +265,31 @@ def paged_decode(
             *(q, pages.pool, block_tables, splits.plan),
             *(splits.partials, splits.statistics, splits.counters, out),
             *(batch, splits.plan.numel() // _PART_FIELDS - 1, block_tables.shape[1], num_heads, pages.num_kv_heads),
-            *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), splits.ahead),
-            math.log2(math.e) / math.sqrt(pages.head_dim),
+            *(pages.block_size, pages.block_bytes, pages.layer_offset(layer), _inverse(pages.block_size)),
+            *(splits.ahead, math.log2(math.e) / math.sqrt(pages.head_dim)),
+            *(() if k_bias is None else (k_bias.values, k_bias.rotary, len(k_bias.rotary))),
+            *(() if k_bias is None else (k_bias.turns.tiles, len(k_bias.turns.tiles), steps)),
         ),
+        shared_bytes,
     )
+
+
+def _inverse(block_size: int) -> int:
+    """With which the kernel divides: token // block_size is 2 * token * this >> 32."""
+    return -(-(1 << 31) // block_size)
+
+
+def _turns_bytes(head_dim: int) -> int:
+    """Of a step's turns in shared memory: 16 rows."""
+    return _TILE * head_dim * 2
+
+
+@functools.cache
+def _turned_steps(kernel: Function, head_dim: int, blocks: int, stride: int) -> int:
+    """For how many steps of a warp, `stride` tokens apart, there are turns: as many as `blocks` have room for, up to a
+    point."""
+    most = min(_MOST_TURNS_BYTES, kernel.shared_room(blocks)) // _turns_bytes(head_dim)
+    return min(most, 1 + (TILED_ROWS - _TILE) // stride)
 
 
 def _check_splits(splits: DecodeSplits, batch: int, groups: int, heads: int, head_dim: int) -> None:
@@ -277,8 +308,9 @@ def _group(pages: KVPages, num_heads: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -> dict[str, int]:
-    """`head_tiles`: eights of query heads. As many warps and tokens under way as there are registers for."""
+def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int, biased: bool = False) -> dict[str, int]:
+    """`head_tiles`: eights of query heads; `biased`: K lacks a bias. As many warps and tokens under way as there are
+    registers for."""
     if 8 * head_tiles * head_dim > 1024:
         warps, blocks, tiles = 4, 2, 1
     elif kv_format in ("fp16", "bf16") or head_tiles > 1:
@@ -293,12 +325,15 @@ def _macros(bf16: bool, kv_format: PageFormat, head_dim: int, head_tiles: int) -
         "WARPS": warps,
         "BLOCKS_PER_SM": blocks,
         "TILES": tiles,
+        **({"K_BIAS": 1} if biased else {}),
     }
 
 
 VARIANTS = tuple(
-    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles))
-    for bf16, kv_format, head_dim, head_tiles in itertools.product((False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2))
+    Variant("paged_decode", _macros(bf16, kv_format, head_dim, head_tiles, biased))
+    for bf16, kv_format, head_dim, head_tiles, biased in itertools.product(
+        (False, True), FORMAT_NUMBERS, HEAD_DIMS, (1, 2), (False, True)
+    )
     if head_tiles == 1 or head_dim <= 128
 )
 
@@ -306,13 +341,17 @@ VARIANTS = tuple(
 # ---- Reference ------------------------------------------------------------------------------------------------------
 
 
-def paged_decode_reference(q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor) -> Tensor:
+def paged_decode_reference(
+    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor, k_bias: RotatedBias | None = None
+) -> Tensor:
     """The same in fp64 on what the pool's bytes say, on any device: fp64 [B, H * D]."""
     out = torch.zeros(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.float64, device=q.device)
     for row, length in enumerate(context_lens.tolist()):
         if length == 0:
             continue
         k, v = (x.double().transpose(0, 1) for x in stored_keys_and_values(pages, layer, block_tables[row], length))
+        if k_bias is not None:
+            k_bias.add_to(k, 0)
         heads = q[row].double().view(pages.num_kv_heads, -1, pages.head_dim)
         weights = torch.softmax(heads @ k.transpose(1, 2) / math.sqrt(pages.head_dim), dim=-1)
         out[row] = (weights @ v).flatten()

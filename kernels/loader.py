@@ -120,8 +120,9 @@ class Function:
         """A function attribute as CuPy names it, e.g. "num_regs"."""
         return int(self._kernel.attributes[name])
 
-    def prefer_l1(self, resident_blocks: int) -> None:
-        """Leave to the L1 cache what that many blocks of a multiprocessor, without dynamic shared memory, do not need.
+    def prefer_l1(self, resident_blocks: int, shared_bytes: int = 0) -> None:
+        """Leave to the L1 cache what that many blocks of a multiprocessor do not need, with `shared_bytes` of dynamic
+        shared memory each, at every launch.
 
         Changes no result. For kernels that wait for many loads from global memory.
         """
@@ -129,10 +130,15 @@ class Function:
         # asks for another: on an H200, decode attention (fp16, 32 x 8192 tokens) takes 77 us after a kernel that uses
         # much shared memory, and 58 us if it asks for no more than it needs.
         if resident_blocks != self._resident_blocks:
-            needed = resident_blocks * (self.attribute("shared_size_bytes") + _SHARED_PER_BLOCK)
+            needed = resident_blocks * (self.attribute("shared_size_bytes") + shared_bytes + _SHARED_PER_BLOCK)
             whole = torch.cuda.get_device_properties(self._device).shared_memory_per_multiprocessor
             self._kernel.preferred_shared_memory_carveout = min(100, -(-100 * needed // whole))  # rounded up to a size
             self._resident_blocks = resident_blocks
+
+    def shared_room(self, resident_blocks: int) -> int:
+        """Bytes of dynamic shared memory that so many blocks of a multiprocessor may have each."""
+        whole = torch.cuda.get_device_properties(self._device).shared_memory_per_multiprocessor
+        return whole // resident_blocks - _SHARED_PER_BLOCK - self.attribute("shared_size_bytes")
 
     def launch(
         self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Argument], shared_bytes: int = 0
@@ -396,9 +402,19 @@ def _cuda_version(headers: Path) -> int | None:
 
 def _digest(file: Path, options: Sequence[str], version: object) -> str:
     digest = hashlib.sha256(repr((version, [o for o in options if not o.startswith("-I")])).encode())
-    for part in (file, *sorted(SOURCES.glob("*.cuh"))):
+    for part in _with_headers(file):
         digest.update(part.read_bytes())
     return digest.hexdigest()[:24]
+
+
+def _with_headers(file: Path) -> list[Path]:
+    """A source and those of our headers that it includes, by themselves or by others."""
+    found = [file]
+    for part in found:
+        for name in re.findall(r'#include "(.+)"', part.read_text(encoding="utf-8")):
+            if (header := file.parent / name) not in found:
+                found.append(header)
+    return found
 
 
 def _cache_folder() -> Path | None:

@@ -24,6 +24,7 @@ from .errors import KernelArgumentError
 from .loader import ARCHITECTURES, device_architecture, load, variants
 from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, PageFormat, stored_keys_and_values
 from .prefill_attention_hopper import paged_prefill_hopper, supports
+from .rotated_bias import RotatedBias
 
 _WARP = 32
 _MERGED_ROWS = 4
@@ -57,44 +58,57 @@ class _Tile:
             "BLOCKS_PER_SM": self.blocks,
         }
 
-    def shared_bytes(self, page_format: PageFormat, head_dim: int) -> int:
-        """As in the .cu: the queries, and K and V twice, or once as they are stored and once converted."""
+    def shared_bytes(self, page_format: PageFormat, head_dim: int, biased: bool) -> int:
+        """As in the .cu: the queries, K and V twice, or once as they are stored and once converted; what is `biased`
+        has spins, like the queries, and turns, like K, twice."""
         row = head_dim * 2
         second = {"fp16": row, "bf16": row, "int8": head_dim + 2}.get(page_format, head_dim)
-        return _ASSIGNMENT_BYTES + self.rows * row + 2 * self.keys * (row + second)
+        spins = biased * (self.rows + 2 * self.keys) * row
+        return _ASSIGNMENT_BYTES + self.rows * row + spins + self.keys * 2 * (row + second)
 
 
 # Best first; the first that fits into shared memory is taken. Converting one-byte formats pays off over more rows.
 _TILES_OF_TWO_BYTES = {
-    64: (_Tile(4, 32, 64, 2),),
-    96: (_Tile(4, 32, 64, 2), _Tile(4, 32, 32, 2)),
-    128: (_Tile(4, 32, 48, 2), _Tile(4, 16, 32, 2)),
-    256: (_Tile(8, 16, 64, 1), _Tile(8, 16, 32, 1), _Tile(4, 16, 32, 1)),
+    64: (_Tile(4, 32, 64, 2), _Tile(4, 32, 32, 2)),
+    96: (_Tile(4, 32, 64, 2), _Tile(4, 32, 32, 2), _Tile(4, 16, 32, 2)),
+    128: (_Tile(4, 32, 48, 2), _Tile(4, 16, 32, 2), _Tile(4, 16, 32, 1)),
+    256: (_Tile(8, 16, 64, 1), _Tile(8, 16, 32, 1), _Tile(4, 16, 32, 1), _Tile(4, 16, 16, 1)),
 }
 _TILES_OF_ONE_BYTE = _TILES_OF_TWO_BYTES | {
     96: (_Tile(8, 32, 64, 1),),
     128: (_Tile(8, 32, 64, 1), _Tile(4, 16, 32, 2)),
 }
+_BIASED_TILES = {
+    64: (_Tile(4, 32, 64, 2), _Tile(4, 32, 16, 2)),
+    96: (_Tile(8, 32, 64, 1), _Tile(8, 16, 64, 1), _Tile(8, 16, 16, 1)),
+    128: (_Tile(8, 32, 64, 1), _Tile(8, 16, 64, 1), _Tile(8, 16, 16, 1)),
+    256: (_Tile(8, 16, 32, 1), _Tile(4, 16, 32, 1), _Tile(2, 16, 16, 1)),
+}
 
 
 @functools.cache
-def _tile(page_format: PageFormat, head_dim: int, architecture: str) -> _Tile:
-    tiles = _TILES_OF_TWO_BYTES if page_format in ("fp16", "bf16") else _TILES_OF_ONE_BYTE
+def _tile(page_format: PageFormat, head_dim: int, architecture: str, biased: bool = False) -> _Tile:
+    unbiased = _TILES_OF_TWO_BYTES if page_format in ("fp16", "bf16") else _TILES_OF_ONE_BYTE
+    tiles = _BIASED_TILES if biased else unbiased
     limit = _SHARED_KIB[architecture] * 1024
-    return next(t for t in tiles[head_dim] if t.blocks * (t.shared_bytes(page_format, head_dim) + 1024) <= limit)
+    needs = ((tile, tile.shared_bytes(page_format, head_dim, biased) + 1024) for tile in tiles[head_dim])
+    return next(tile for tile, needed in needs if tile.blocks * needed <= limit)
 
 
 VARIANTS = (
     *(
         variant
-        for architecture, head_dim, (page_format, number) in product(ARCHITECTURES, HEAD_DIMS, FORMAT_NUMBERS.items())
+        for architecture, head_dim, (page_format, number), biased in product(
+            ARCHITECTURES, HEAD_DIMS, FORMAT_NUMBERS.items(), (False, True)
+        )
         for variant in variants(
             "paged_prefill",
             architectures=(architecture,),
             ACTIVATION_BF16=(0, 1),
             KV_FORMAT=(number,),
             HEAD_DIM=(head_dim,),
-            **{name: (value,) for name, value in _tile(page_format, head_dim, architecture).macros.items()},
+            **{name: (value,) for name, value in _tile(page_format, head_dim, architecture, biased).macros.items()},
+            **({"K_BIAS": (1,)} if biased else {}),
         )
     ),
     *variants("paged_prefill_merge", ACTIVATION_BF16=(0, 1), HEAD_DIM=HEAD_DIMS),
@@ -115,8 +129,9 @@ class PrefillSplits:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A launch: `blocks` tiles of query rows, the keys of each in `shares`."""
+    """A launch: `blocks` tiles of query rows, the keys of each in `shares`; `k_bias` as for `paged_prefill`."""
 
+    k_bias: RotatedBias | None
     tile: _Tile
     blocks: int
     shares: int
@@ -125,6 +140,7 @@ class _Plan:
 def paged_prefill(
     q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor,
     max_queries: int, max_context: int, out: Tensor, splits: PrefillSplits | None = None,
+    k_bias: RotatedBias | None = None,
 ) -> None:  # fmt: skip
     """Attention of q fp16 or bf16 [T, H, D] over the pool, into `out` [T, H * D] of q's dtype.
 
@@ -132,10 +148,11 @@ def paged_prefill(
     the last of them sees the first context_lens[s] keys (int32 [S]), at most `max_context`, which are all in the pool;
     those before see one less each. block_tables int32 [S, max_blocks]. Rows of q from query_starts[S] on are padding:
     their rows of out are left alone. H is any multiple of the pool's KV heads. Sequences with many keys are best put
-    first. Raises KernelArgumentError.
+    first. `k_bias`: what the pool's K lacks; its scores are about as exact as if an fp16 pool held it.
+    Raises KernelArgumentError.
     """
-    _check(q, pages, layer, block_tables, query_starts, context_lens, max_context, out, splits)
-    plan = _plan(q, pages, len(context_lens), max_queries, max_context, splits)
+    _check(q, pages, layer, block_tables, query_starts, context_lens, max_context, out, splits, k_bias)
+    plan = _plan(q, pages, len(context_lens), max_queries, max_context, splits, k_bias)
     arguments = (q, pages, layer, block_tables, query_starts, context_lens)
     if _suits_hopper(q, pages, max_queries, plan):
         paged_prefill_hopper(*arguments, max_queries, max_context, out)
@@ -146,15 +163,18 @@ def paged_prefill(
 def paged_prefill_mma(
     q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor,
     max_queries: int, max_context: int, out: Tensor, splits: PrefillSplits | None = None,
+    k_bias: RotatedBias | None = None,
 ) -> None:  # fmt: skip
     """`paged_prefill` by the kernel that every architecture has."""
-    _check(q, pages, layer, block_tables, query_starts, context_lens, max_context, out, splits)
-    plan = _plan(q, pages, len(context_lens), max_queries, max_context, splits)
+    _check(q, pages, layer, block_tables, query_starts, context_lens, max_context, out, splits, k_bias)
+    plan = _plan(q, pages, len(context_lens), max_queries, max_context, splits, k_bias)
     _launch(plan, q, pages, layer, block_tables, query_starts, context_lens, out, splits)
 
 
 def _suits_hopper(q: Tensor, pages: KVPages, max_queries: int, plan: _Plan) -> bool:
-    """Its tiles are full, and it needs no splits that it does not have."""
+    """Its tiles are full, and it needs nothing, splits or a bias, that it does not have."""
+    if plan.k_bias is not None:
+        return False
     fills_gpu = q.shape[0] * q.shape[1] >= _HOPPER_QUERIES * _multiprocessors(q.device)
     return max_queries >= _HOPPER_QUERIES and (fills_gpu or plan.shares == 1) and supports(pages, q.shape[1], q.dtype)
 
@@ -166,20 +186,21 @@ def _launch(
     if not plan.blocks:
         return
     tokens, num_heads, head_dim = q.shape
-    activation_bf16, sequences = int(q.dtype is torch.bfloat16), len(context_lens)
+    activation_bf16, sequences, k_bias = int(q.dtype is torch.bfloat16), len(context_lens), plan.k_bias
     kernel = load(
         "paged_prefill", ACTIVATION_BF16=activation_bf16, KV_FORMAT=FORMAT_NUMBERS[pages.format], HEAD_DIM=head_dim,
-        **plan.tile.macros,
+        **plan.tile.macros, **({} if k_bias is None else {"K_BIAS": 1}),
     )  # fmt: skip
+    bias = () if k_bias is None else (k_bias.values, k_bias.rotary, len(k_bias.rotary), k_bias.turns.rows)
     parts, levels = (splits.parts, splits.levels) if splits else (None, None)
     kernel.launch(
         (plan.blocks, plan.shares), plan.tile.warps * _WARP,
         [
             q, pages.pool, block_tables, query_starts, context_lens, out, parts, levels,
             tokens, sequences, num_heads, pages.num_kv_heads, pages.block_size, block_tables.shape[1],
-            pages.block_bytes, pages.layer_offset(layer), math.log2(math.e) / math.sqrt(head_dim),
+            pages.block_bytes, pages.layer_offset(layer), math.log2(math.e) / math.sqrt(head_dim), *bias,
         ],
-        plan.tile.shared_bytes(pages.format, head_dim),
+        plan.tile.shared_bytes(pages.format, head_dim, k_bias is not None),
     )  # fmt: skip
     if plan.shares > 1:
         merge = load("paged_prefill_merge", ACTIVATION_BF16=activation_bf16, HEAD_DIM=head_dim)
@@ -190,17 +211,19 @@ def _launch(
 
 
 def _plan(
-    q: Tensor, pages: KVPages, sequences: int, max_queries: int, max_context: int, splits: PrefillSplits | None
-) -> _Plan:
+    q: Tensor, pages: KVPages, sequences: int, max_queries: int, max_context: int, splits: PrefillSplits | None,
+    k_bias: RotatedBias | None,
+) -> _Plan:  # fmt: skip
     tokens, num_heads, head_dim = q.shape
-    tile, ratio = _tile(pages.format, head_dim, device_architecture()), num_heads // pages.num_kv_heads
+    tile = _tile(pages.format, head_dim, device_architecture(), k_bias is not None)
+    ratio = num_heads // pages.num_kv_heads
     tiles = min(tokens * ratio // tile.rows + sequences, sequences * math.ceil(max_queries * ratio / tile.rows))
     blocks = tiles * pages.num_kv_heads if tokens else 0
     if splits is None or not blocks:
-        return _Plan(tile, blocks, 1)
+        return _Plan(k_bias, tile, blocks, 1)
     steps = math.ceil(max_context / tile.keys)
     most = min(splits.rows // (tokens * num_heads), steps)
-    return _Plan(tile, blocks, _shares(blocks, tile.blocks * _multiprocessors(q.device), steps, most))
+    return _Plan(k_bias, tile, blocks, _shares(blocks, tile.blocks * _multiprocessors(q.device), steps, most))
 
 
 @functools.lru_cache(maxsize=256)
@@ -221,7 +244,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _check(
     q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor,
-    max_context: int, out: Tensor, splits: PrefillSplits | None,
+    max_context: int, out: Tensor, splits: PrefillSplits | None, k_bias: RotatedBias | None,
 ) -> None:  # fmt: skip
     check_tensor("q", q, ACTIVATIONS, [("T", None), ("H", None), ("D", pages.head_dim)])
     tokens, num_heads, head_dim = q.shape
@@ -239,15 +262,17 @@ def _check(
     check_tensor("out", out, q.dtype, [("T", tokens), ("H*D", num_heads * head_dim)])
     if splits is not None and splits.parts.shape[1] != head_dim:
         raise KernelArgumentError(f"splits are for head_dim {splits.parts.shape[1]}; q has {head_dim}")
+    if k_bias is not None:
+        k_bias.check(pages)
 
 
 def paged_prefill_reference(
     q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, query_starts: Tensor, context_lens: Tensor,
-    operands: torch.dtype = torch.float32,
+    operands: torch.dtype = torch.float32, k_bias: RotatedBias | None = None,
 ) -> Tensor:  # fmt: skip
     """What `paged_prefill` computes, in fp32 [T, H * D] from the stored values; rows that it leaves alone are NaN.
 
-    `operands` is what q, K and V are rounded to first.
+    `operands` is what q, K (as stored, without `k_bias`) and V are rounded to first.
     """
     tokens, num_heads, head_dim = q.shape
     ratio = num_heads // pages.num_kv_heads
@@ -256,7 +281,10 @@ def paged_prefill_reference(
     for s, length in enumerate(context_lens.tolist()):
         queries = q[starts[s] : starts[s + 1]].to(operands).float()
         stored = stored_keys_and_values(pages, layer, block_tables[s], length)
-        k, v = (x.to(operands).float().repeat_interleave(ratio, 1) for x in stored)
+        k, v = (x.to(operands).float() for x in stored)
+        if k_bias is not None:
+            k_bias.add_to(k.transpose(0, 1), 0)
+        k, v = (x.repeat_interleave(ratio, 1) for x in (k, v))
         scores = torch.einsum("thd,shd->hts", queries, k) / math.sqrt(head_dim)
         positions = torch.arange(length - len(queries), length, device=q.device)
         later = torch.arange(length, device=q.device) > positions[:, None]

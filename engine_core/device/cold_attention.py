@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...kernels import gather
 from ...kernels.pages import KVPages, dequantize
+from ...kernels.rotated_bias import RotatedBias
 from ..models.cuda_decoder import Attend
 from .cuda_batch import TokenArrays
 from .kv_pool import KVPool
@@ -106,9 +107,9 @@ class ColdAttention:
         self._coming = ((layer, piece) for layer in layers for of_span in pieces for piece in of_span)
         self._fetched = self._taken = 0
 
-        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+        def attend(layer: int, q: Tensor, out: Tensor, k_bias: RotatedBias | None) -> None:
             for span, of_span in zip(spans, pieces, strict=True):
-                self._attend(layer, of_span, q[span.first : span.last], out[span.first : span.last])
+                self._attend(layer, of_span, q[span.first : span.last], out[span.first : span.last], k_bias)
 
         try:
             for stage in self._memory.stages:
@@ -129,11 +130,13 @@ class ColdAttention:
             pieces.append(_Piece(span, begin, end, max(0, min(end, len(span.cold)) - begin)))
         return pieces
 
-    def _attend(self, layer: int, pieces: Sequence[_Piece], q: Tensor, out: Tensor) -> None:
+    def _attend(self, layer: int, pieces: Sequence[_Piece], q: Tensor, out: Tensor, k_bias: RotatedBias | None) -> None:
         """One span: q [T, H, D] -> out [T, H * D]."""
         running, block_size, tile = _OnlineSoftmax(self._memory, len(q)), self._pages.block_size, self._memory.tile
         for piece in pieces:
             keys, values = self._take(layer, piece)
+            if k_bias is not None:
+                k_bias.add_to(keys, piece.begin * block_size)
             before = piece.span.start - piece.begin * block_size  # keys of this piece that come before q
             for first in range(0, len(q), tile):
                 last = min(first + tile, len(q))

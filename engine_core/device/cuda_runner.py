@@ -22,6 +22,7 @@ from ...kernels import decode_attention, prefill_attention
 from ...kernels.decode_attention import DecodeSplits
 from ...kernels.pages import KVPages
 from ...kernels.prefill_attention import PrefillSplits
+from ...kernels.rotated_bias import RotatedBias
 from ...kernels.sampling import PARAMETERS
 from ...progress import track
 from ..control.plan import NO_BLOCKS
@@ -188,8 +189,9 @@ class CudaRunner:
         inputs = TokenInputs(*fields, self._previous, self._memory.tables)
         torch.index_select(self._memory.tables, 0, inputs.sequences, out=own_tables)
 
-        def decode(layer: int, q: Tensor, out: Tensor) -> None:
-            decode_attention.paged_decode(q, self._pages, layer, own_tables, contexts, self._memory.decode_splits, out)
+        def decode(layer: int, q: Tensor, out: Tensor, k_bias: RotatedBias | None) -> None:
+            splits = self._memory.decode_splits
+            decode_attention.paged_decode(q, self._pages, layer, own_tables, contexts, splits, out, k_bias)
 
         self._decoder.logits(inputs, self._pages, attend or decode, self._workspace, None)
 
@@ -197,9 +199,10 @@ class CudaRunner:
         own_tables = self._memory.own_tables[: len(chunks.rows)]
         tables = torch.index_select(self._memory.tables, 0, chunks.rows, out=own_tables)
 
-        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+        def attend(layer: int, q: Tensor, out: Tensor, k_bias: RotatedBias | None) -> None:
             lengths = (chunks.starts, chunks.contexts, chunks.max_queries, chunks.max_context)
-            prefill_attention.paged_prefill(q, self._pages, layer, tables, *lengths, out, self._memory.prefill_splits)
+            splits = self._memory.prefill_splits
+            prefill_attention.paged_prefill(q, self._pages, layer, tables, *lengths, out, splits, k_bias)
 
         return self._decoder.logits(inputs, self._pages, attend, self._workspace, sampled)
 

@@ -9,7 +9,7 @@ pass can be captured in a graph, and passes must follow each other on one stream
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,13 +17,15 @@ from torch import Tensor
 
 from ...kernels import fused
 from ...kernels.pages import KVPages
+from ...kernels.rotated_bias import RotatedBias, Turns
 from .cuda_linears import CudaBuilder, CudaHead, CudaLinear, EmbeddingTable, Scratch
 from .layers import DecoderLayer, rotary_table
 from .registry import ModelConfig
 from .weights import DecoderParts, TensorSource, load_parts
 
-Attend = Callable[[int, Tensor, Tensor], None]
-"""(layer, q [T, H, D], out [T, H*D]): attention of the pass's tokens, whose K and V are already in the pool."""
+Attend = Callable[[int, Tensor, Tensor, RotatedBias | None], None]
+"""(layer, q [T, H, D], out [T, H*D], what the layer's K in the pool lacks, if anything): attention of the pass's
+tokens, whose K and V are already in the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,12 @@ class CudaDecoder:
         self._layers: list[DecoderLayer[CudaLinear]] = parts.layers
         self._final_norm, self._head = parts.final_norm, parts.head
         self._rotary = rotary
+        apart = [layer.key_bias.apart for layer in parts.layers]
+        self._turns = None if all(bias is None for bias in apart) else Turns.of(rotary)
+        self.k_biases: Sequence[RotatedBias | None] = [
+            None if bias is None or self._turns is None else RotatedBias(bias, rotary, self._turns) for bias in apart
+        ]
+        """Layer by layer, the bias that its linear does not add to K, so that it is added when K is read."""
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +144,8 @@ class CudaDecoder:
         embedding = 0 if self.config.tie_word_embeddings else self._embedding.nbytes
         linears = sum(linear.nbytes for linear in self._linears())
         norms = (2 * len(self._layers) + 1) * self._final_norm.nbytes
-        return embedding + self._head.nbytes + linears + norms + self._rotary.nbytes
+        tables = self._rotary.nbytes + (0 if self._turns is None else self._turns.nbytes)
+        return embedding + self._head.nbytes + linears + norms + tables
 
     @property
     def scratch_elements(self) -> int:
@@ -165,7 +174,7 @@ class CudaDecoder:
             rows = chosen if layer is self._layers[-1] else None
             if rows is not None and not len(rows):
                 return workspace.logits[:0]
-            attend(index, run.q, run.attended)
+            attend(index, run.q, run.attended, self.k_biases[index])
             if rows is not None:
                 run = workspace.chosen(run, rows)
             layer.attention_out.add_to(run.residual, run.attended, scratch)

@@ -14,9 +14,13 @@
 // in it. So a result depends on the sequence and on how it is cut, and on nothing else.
 //
 // Macros, besides those of the headers: HEAD_DIM; HEAD_TILES, eights of query heads in an item; WARPS of a block and
-// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time.
+// BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time; K_BIAS, 1 where K is stored without its bias.
 #include "kv_read.cuh"
 #include "mma.cuh"
+
+#ifndef K_BIAS
+#define K_BIAS 0
+#endif
 
 constexpr int D = HEAD_DIM;
 constexpr int HEADS = 8 * HEAD_TILES;  // query heads of one item
@@ -41,6 +45,10 @@ constexpr int KEY_RUN = KEY_PIECE / KV_ELEMENT_BYTES, VALUE_RUN = VALUE_PIECE / 
 // What a maximum starts with: below every score, yet finite, so that differences of two such are no NaN.
 constexpr float LOWEST = -1e38f;
 
+#if K_BIAS
+#include "paged_decode_bias.cuh"
+#endif
+
 struct Arguments {
     const Activation *q;  // [batch, num_heads, D]
     const uint8 *pool;
@@ -52,8 +60,12 @@ struct Arguments {
     int *counters;            // [1 + slots]: how many items have been claimed; how many children of a node have ended
     Activation *out;          // as q
     int batch, most_parts, max_blocks, num_heads, num_kv_heads, block_size, block_bytes, layer_offset;
+    uint32 block_size_inverse;  // 2^31 / block_size, rounded up
     int ahead;    // tiles of a warp that are brought into the L2 cache before the previous kernel has ended
     float scale;  // includes log2(e)
+#if K_BIAS
+    TurnedBias bias;
+#endif
 };
 
 // One block's work: `heads` query heads from `first_head` on, over the tokens [begin, end) of a sequence, which are its
@@ -96,6 +108,7 @@ struct Shared {
     bool claims;
     int claimed;  // the block's next item, or one of the two above
     bool is_last;
+    int turned_steps;  // how many of `turns` there are
 };
 
 // ---- Work items -----------------------------------------------------------------------------------------------------
@@ -134,9 +147,10 @@ __device__ __forceinline__ int first_token(const Item &item) { return item.begin
 
 // ---- Tiles of the pool ----------------------------------------------------------------------------------------------
 
-// Where a tile's rows of K begin, and their scales; the same of V is `value_offset` further on.
+// Where a tile's rows of K begin, and how much further on their scales; the same of V is `value_offset` further on.
 struct Tile {
-    const uint8 *keys, *scales;
+    const uint8 *keys;
+    int to_scales;
 };
 
 __device__ __forceinline__ int value_offset(const Arguments &arguments) {
@@ -145,11 +159,11 @@ __device__ __forceinline__ int value_offset(const Arguments &arguments) {
 
 __device__ __forceinline__ Tile find_tile(const Arguments &arguments, int sequence, int kv_head, uint32 token) {
     const int *table = arguments.block_tables + static_cast<size_t>(sequence) * arguments.max_blocks;
-    const uint32 block = token / static_cast<uint32>(arguments.block_size);
+    const uint32 block = __umulhi(2 * token, arguments.block_size_inverse);  // exact below 2^31 / block_size
     const uint32 row = token - block * arguments.block_size;
     const uint8 *plane = arguments.pool + static_cast<size_t>(table[block]) * arguments.block_bytes +
                          arguments.layer_offset + kv_head * plane_bytes(arguments.block_size, D);
-    return {plane + row * ROW_BYTES, plane + arguments.block_size * ROW_BYTES + 2 * row};
+    return {plane + row * ROW_BYTES, static_cast<int>((arguments.block_size - row) * ROW_BYTES + 2 * row)};
 }
 
 // The tiles of a step. Those past the item's end are its last one again, so that all may be loaded.
@@ -183,7 +197,8 @@ __device__ __forceinline__ void load_keys(Keys &keys, const Tile (&tiles)[TILES]
                 load<KEY_PIECE>(keys.words[i][row] + piece * KEY_PIECE / 4,
                                 own + row * ROW_BYTES + 4 * piece * KEY_PIECE);
         }
-        if constexpr (KV_SCALED) load<4>(reinterpret_cast<uint32 *>(&keys.scales[i]), tiles[i].scales + 4 * g);
+        if constexpr (KV_SCALED)
+            load<4>(reinterpret_cast<uint32 *>(&keys.scales[i]), tiles[i].keys + tiles[i].to_scales + 4 * g);
     }
 }
 
@@ -192,7 +207,7 @@ __device__ __forceinline__ void load_values(Values &values, const Tile (&tiles)[
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
         if constexpr (KV_SCALED)
-            load<4>(reinterpret_cast<uint32 *>(&values.scales[i]), tiles[i].scales + offset + 4 * g);
+            load<4>(reinterpret_cast<uint32 *>(&values.scales[i]), tiles[i].keys + tiles[i].to_scales + offset + 4 * g);
         const uint8 *own = tiles[i].keys + offset + 4 * t * ROW_BYTES + g * VALUE_PIECE;
 #pragma unroll
         for (int piece = 0; piece < VALUE_WORDS * 4 / VALUE_PIECE; piece++) {
@@ -216,7 +231,8 @@ __device__ __forceinline__ void prefetch(const Arguments &arguments, const Item 
     for (int i = 0; i < 2; i++) {
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(found.keys + i * offset),
                      "r"(TILE * ROW_BYTES));
-        if constexpr (KV_SCALED) asm volatile("prefetch.global.L2 [%0];" ::"l"(found.scales + i * offset));
+        if constexpr (KV_SCALED)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(found.keys + found.to_scales + i * offset));
     }
 #endif
 }
@@ -250,13 +266,12 @@ __device__ __forceinline__ float fit_to_half(uint32 (&pairs)[PRODUCT_STEPS][2]) 
 }
 
 // bf16 tensor cores take bf16 queries.
-__device__ __forceinline__ float round_to_bf16(uint32 (&pairs)[PRODUCT_STEPS][2]) {
+__device__ __forceinline__ void round_to_bf16(uint32 (&pairs)[PRODUCT_STEPS][2]) {
 #pragma unroll
     for (int i = 0; i < 2 * PRODUCT_STEPS; i++) {
         const float2 pair = to_float2(reinterpret_cast<const Activation2 &>(pairs[i / 2][i % 2]));
         pairs[i / 2][i % 2] = pack_pair(pair.x, pair.y);
     }
-    return 1.f;
 }
 
 // A column beyond the item's heads is zero.
@@ -277,12 +292,14 @@ __device__ __forceinline__ void load_queries(Queries &queries, const Arguments &
             pairs[2 * i][0] = words.x, pairs[2 * i][1] = words.y;
             pairs[2 * i + 1][0] = words.z, pairs[2 * i + 1][1] = words.w;
         }
-        float factor = 1.f;
-        if constexpr (ACTIVATION_BF16 && KV_FORMAT != 1) factor = fit_to_half(pairs);
-        if constexpr (!ACTIVATION_BF16 && KV_FORMAT == 1) factor = round_to_bf16(pairs);
+        if constexpr (!ACTIVATION_BF16 && KV_FORMAT == 1) round_to_bf16(pairs);
+        queries.factors[n][0] = queries.factors[n][1] = arguments.scale;
+        if constexpr (ACTIVATION_BF16 && KV_FORMAT != 1) {
+            const float factor = fit_to_half(pairs);
 #pragma unroll
-        for (int column = 0; column < 2; column++)  // lane 4g has head g's; this lane's columns are 2t and 2t + 1
-            queries.factors[n][column] = arguments.scale * __shfl_sync(0xffffffffu, factor, 4 * (2 * t + column));
+            for (int column = 0; column < 2; column++)  // lane 4g has head g's; this lane's columns are 2t and 2t + 1
+                queries.factors[n][column] *= __shfl_sync(0xffffffffu, factor, 4 * (2 * t + column));
+        }
     }
 }
 
@@ -319,10 +336,63 @@ __device__ __forceinline__ void multiply_keys(Scores &scores, const Queries &que
     }
 }
 
-// Scores in powers of two. A term that K as stored lacks is to be added here, as further steps of the product.
-__device__ __forceinline__ void find_scores(Scores &scores, const Queries &queries, const Keys &keys) {
+#if K_BIAS
+extern __shared__ Turns turns[];  // of a warp's steps, one by one
+
+// A warp's place for its item's output is that of its spins before.
+__device__ __forceinline__ Spins &find_spins(Shared &shared) {
+    static_assert(sizeof(Spins) <= sizeof(shared.output[0]) && sizeof(shared.output[0]) % sizeof(float4) == 0);
+    return reinterpret_cast<Spins &>(shared.output[thread_now() / WARP]);
+}
+
+__device__ __forceinline__ int count_turned_steps(const Arguments &arguments, const Item &item) {
+    return min(ceil_divide(item.end - item.begin, STRIDE), arguments.bias.steps);
+}
+
+// By all threads of a block, before an item that may be longer than those before.
+__device__ __forceinline__ void complete_turns(Shared &shared, const Arguments &arguments, const Item &item) {
+    const int there = shared.turned_steps, wanted = count_turned_steps(arguments, item);
+    if (wanted <= there) return;
+    copy_turns(turns, arguments.bias, there, wanted);
+    wait_for_turns();
+    __syncthreads();
+    if (threadIdx.x == 0) shared.turned_steps = wanted;
+}
+
+__device__ __forceinline__ const Activation *find_first_query(const Arguments &arguments, const Item &item) {
+    return arguments.q + (static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head) * D;
+}
+
+__device__ __forceinline__ void begin_bias_scores(Shared &shared, const Arguments &arguments, const Item &item) {
+    begin_spins(find_spins(shared), arguments.bias.bias, find_first_query(arguments, item), item.heads, item.kv_head,
+                first_token(item));
+}
+
+// What the bias adds to the scores of a step that begins at `token`, in powers of two. `turned`: how many steps ago the
+// spins were found.
+__device__ __forceinline__ void find_bias_scores(Scores &scores, int &turned, Shared &shared,
+                                                 const Arguments &arguments, const Item &item, int token) {
+    Spins &spins = find_spins(shared);
+    if (turned == arguments.bias.steps) {
+        turn_spins(spins, arguments.bias.bias, find_first_query(arguments, item), item.heads, item.kv_head, token);
+        turned = 0;
+    }
+    multiply_spins(scores, spins, turns[turned++]);
 #pragma unroll
-    for (int i = 0; i < TILES * HEAD_TILES * 4; i++) scores[i / (HEAD_TILES * 4)][i / 4 % HEAD_TILES][i % 4] = 0.f;
+    for (int n = 0; n < HEAD_TILES; n++) {
+#pragma unroll
+        for (int column = 0; column < 2; column++) {
+            const float factor = arguments.scale * spins.factors[8 * n + thread_now() % 4 * 2 + column];
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++) scores[i / 2][n][i % 2 * 2 + column] *= factor;
+        }
+    }
+}
+#endif
+
+// The products of q and K as it is stored, in powers of two; and what is to be `added` to them.
+__device__ __forceinline__ void find_scores(Scores &scores, const Scores &added, const Queries &queries,
+                                            const Keys &keys) {
     multiply_keys(scores, queries, keys);
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
@@ -330,8 +400,10 @@ __device__ __forceinline__ void find_scores(Scores &scores, const Queries &queri
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; n++) {
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                scores[i][n][j] *= queries.factors[n][j % 2] * (j < 2 ? row_scales.x : row_scales.y);
+            for (int j = 0; j < 4; j++) {
+                const float factor = queries.factors[n][j % 2] * (j < 2 ? row_scales.x : row_scales.y);
+                scores[i][n][j] = fmaf(scores[i][n][j], factor, added[i][n][j]);
+            }
         }
     }
 }
@@ -486,8 +558,15 @@ __device__ __forceinline__ void load_first(Keys &keys, Values &values, const Arg
 __device__ __forceinline__ void attend(Shared &shared, Gathered &gathered, Keys &keys, Values &values,
                                        const Queries &queries, const Arguments &arguments, const Item &item) {
     if (first_token(item) >= item.end) load_first(keys, values, arguments, find_next(shared, arguments));
+#if K_BIAS
+    int turned = 0;
+#endif
 #pragma unroll 1
     for (int token = first_token(item); token < item.end; token += STRIDE) {
+        Scores scores = {}, added = {};
+#if K_BIAS
+        find_bias_scores(added, turned, shared, arguments, item, token);
+#endif
         const int remaining = item.end - token;
         const bool goes_on = remaining > STRIDE;
         const Item &after = goes_on ? item : find_next(shared, arguments);
@@ -496,8 +575,7 @@ __device__ __forceinline__ void attend(Shared &shared, Gathered &gathered, Keys 
         const bool loads = ahead < end;
         Tile tiles[TILES];
         if (loads) find_tiles(tiles, arguments, sequence, kv_head, ahead, end);
-        Scores scores;
-        find_scores(scores, queries, keys);
+        find_scores(scores, added, queries, keys);
         if (remaining < STEP) mask_scores(scores, values, remaining);
         if (loads) load_keys(keys, tiles);
         Weights weights;
@@ -648,6 +726,10 @@ __device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values 
     const Item &item = shared.item[threadIdx.x / WARP];
     Queries queries;
     load_queries(queries, arguments, item);
+#if K_BIAS
+    complete_turns(shared, arguments, item);
+    begin_bias_scores(shared, arguments, item);
+#endif
     if (!shared.claims) keep(shared.next, find_item(arguments, item.number + gridDim.x, shared.items));
     Gathered gathered = {};
 #pragma unroll
@@ -662,12 +744,23 @@ __device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     paged_decode(const Activation *q, const uint8 *pool, const int *block_tables, const int *plan, float *partials,
                  float2 *statistics, int *counters, Activation *out, int batch, int most_parts, int max_blocks,
-                 int num_heads, int num_kv_heads, int block_size, int block_bytes, int layer_offset, int ahead,
-                 float scale) {
+                 int num_heads, int num_kv_heads, int block_size, int block_bytes, int layer_offset,
+                 uint32 block_size_inverse, int ahead, float scale
+#if K_BIAS
+                 ,
+                 const float *key_bias, const float *rotary, int positions, const uint4 *unit_turns, int turn_tiles,
+                 int turned_steps
+#endif
+    ) {
     let_next_kernel_start();
     const Arguments arguments = {q,          pool,       block_tables, plan,      partials,     statistics,
                                  counters,   out,        batch,        most_parts, max_blocks,  num_heads,
-                                 num_kv_heads, block_size, block_bytes, layer_offset, ahead,    scale};
+                                 num_kv_heads, block_size, block_bytes, layer_offset, block_size_inverse, ahead, scale
+#if K_BIAS
+                                 ,
+                                 {{key_bias, rotary, positions}, unit_turns, turn_tiles, turned_steps}
+#endif
+    };
     __shared__ Shared shared;
     const int items = count_items(arguments);
     const Item item = find_item(arguments, blockIdx.x, items);
@@ -680,9 +773,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     Values values;
     if (loads && early) load_step(keys, values, arguments, tiles);
     prefetch(arguments, item, early ? TILES : 0);
+#if K_BIAS
+    if (threadIdx.x == 0) shared.turned_steps = count_turned_steps(arguments, item);
+    copy_turns(turns, arguments.bias, 0, count_turned_steps(arguments, item));
+#endif
     wait_for_previous_kernel();
     if (loads && !early) load_step(keys, values, arguments, tiles);
     keep(shared.item, item);
+#if K_BIAS
+    wait_for_turns();
+#endif
     __syncthreads();
 #pragma unroll 1
     while (shared.item[threadIdx.x / WARP].heads > 0) {

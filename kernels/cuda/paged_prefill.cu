@@ -9,10 +9,19 @@
 // splits, the blocks of a tile share its keys and leave parts for paged_prefill_merge.
 //
 // Macros: ACTIVATION_BF16, KV_FORMAT, HEAD_DIM, WARPS, ROWS_PER_WARP (16 or 32), KEYS (a multiple of 16),
-// BLOCKS_PER_SM.
+// BLOCKS_PER_SM; K_BIAS, 1 where K is stored without its bias. With rotary pairs as complex numbers, a bias b adds
+// Re(conj(b) q exp(-i p angle)), summed over pairs, to the score of a key at position p: a second product, in half, of
+// conj(b) q, which is found once per row, with rows of a table that all sequences and layers share.
 #include "common.cuh"
 #include "kv_read.cuh"
 #include "mma.cuh"
+
+#ifndef K_BIAS
+#define K_BIAS 0
+#endif
+#if K_BIAS
+#include "key_bias.cuh"
+#endif
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROWS = WARPS * ROWS_PER_WARP;
@@ -78,6 +87,10 @@ struct Planes {
 struct alignas(128) Assignment {
     Work work;
     Planes planes;
+#if K_BIAS
+    KeyBias bias;  // of the group
+    const __half *turns;
+#endif
     bool idle;
 };
 
@@ -226,6 +239,46 @@ load_keys(uint8 *keys, uint8 *values, const Planes &shared_planes, int first_key
     }
 }
 
+#if K_BIAS
+// Rows of conj(b) q, such that their products with turns are what the bias adds to those of q and K.
+__device__ void load_spins(uint8 *tile, const Activation *q, const Work &work, const KeyBias &bias, int num_heads) {
+    const float factor = __ldg(bias.rotary) / TURN_SCALE;  // turns have none
+    for (uint32 pass = 0; pass < ROWS * COLUMN_TILES / THREADS; pass++) {
+        const auto [row, chunk] = row_and_chunk<COLUMN_TILES>(pass);
+        float values[8] = {};
+        if (work.has(row)) load8(q + work.target(row, num_heads) * HEAD_DIM + chunk * 8, values);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 pairs = bias.pairs(0, 4 * chunk + 2 * i);
+            const float4 x = make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
+            values[4 * i] = factor * fmaf(x.x, pairs.x, x.y * pairs.y);
+            values[4 * i + 1] = factor * fmaf(x.y, pairs.x, -x.x * pairs.y);
+            values[4 * i + 2] = factor * fmaf(x.z, pairs.z, x.w * pairs.w);
+            values[4 * i + 3] = factor * fmaf(x.w, pairs.z, -x.z * pairs.w);
+        }
+        store8(reinterpret_cast<__half *>(tile + place(row, chunk)), values);
+    }
+}
+
+// Behind the spins there are two tiles of turns, used in turn.
+__device__ __forceinline__ uint8 *turn_tile_of(uint8 *spin_tile, int first_key) {
+    return spin_tile + ROWS * ROW_BYTES + first_key / KEYS % 2 * TILE_BYTES;
+}
+
+// Begins to copy the turns of KEYS positions. Past the table's end there are no keys.
+__device__ __forceinline__ void load_turns(uint8 *tile, const Assignment &assignment, int first_key) {
+    constexpr uint32 PASSES = (KEYS * COLUMN_TILES + THREADS - 1) / THREADS;
+#pragma unroll
+    for (uint32 pass = 0; pass < PASSES; pass++) {
+        const auto [row, chunk] = row_and_chunk<COLUMN_TILES>(pass);
+        if (KEYS * COLUMN_TILES % THREADS != 0 && row >= KEYS) break;
+        const size_t position = min(first_key + static_cast<int>(row), assignment.bias.positions - 1);
+        const __half *from = assignment.turns + position * HEAD_DIM + chunk * 8;
+        copy_async(tile + place(row, chunk), reinterpret_cast<const uint8 *>(from), 16);
+    }
+}
+#endif
+
 // KEYS rows of a one-byte format as KVValue. int8's scales are applied here: the rounding is that of an fp16 pool.
 __device__ __forceinline__ void convert(uint8 *tile, const uint8 *landed) {
     constexpr uint32 PASSES = (KEYS * COLUMN_TILES + THREADS - 1) / THREADS;
@@ -261,8 +314,8 @@ struct Running {
     RowNumbers maxima, weights;
 };
 
-// scores += A B^T for a tile of ROWS_PER_WARP rows and one of KEYS rows, both HEAD_DIM wide. Terms add up: a further
-// product of such tiles is a further call.
+// scores += A B^T for a tile of ROWS_PER_WARP rows and one of KEYS rows, both HEAD_DIM wide, of values T.
+template <typename T>
 __device__ __forceinline__ void add_scores(Scores &scores, const LaneRow &a_rows, const LaneRow &b_rows) {
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; step++) {
@@ -276,8 +329,8 @@ __device__ __forceinline__ void add_scores(Scores &scores, const LaneRow &a_rows
             const uint32 b[2][2] = {{loaded[0], loaded[1]}, {loaded[2], loaded[3]}};
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
-                mma_m16n8k16<KVValue>(scores[m][n], a[m], b[0]);
-                mma_m16n8k16<KVValue>(scores[m][n + 1], a[m], b[1]);
+                mma_m16n8k16<T>(scores[m][n], a[m], b[0]);
+                mma_m16n8k16<T>(scores[m][n + 1], a[m], b[1]);
             }
         }
     }
@@ -384,12 +437,17 @@ __device__ __forceinline__ void attend(Running &running, uint8 *query_tile, cons
                                        float scale) {
     const Work &work = assignment.work;
     const Planes &planes = assignment.planes;
-    uint8 *const tiles = query_tile + ROWS * ROW_BYTES, *const landing = tiles + (CONVERTED ? 2 * TILE_BYTES : 0);
+    uint8 *const spin_tile = query_tile + ROWS * ROW_BYTES;  // with K_BIAS
+    uint8 *const tiles = spin_tile + K_BIAS * (ROWS * ROW_BYTES + 2 * TILE_BYTES);
+    uint8 *const landing = tiles + (CONVERTED ? 2 * TILE_BYTES : 0);
     constexpr int ARRIVING_BYTES = CONVERTED ? LANDING_BYTES : TILE_BYTES;
     const int end_key = work.end_key;
     const int last_position = work.has(first_row) ? work.position(first_row + ROWS_PER_WARP - 1) : -1;
     int stage = 0;
     load_keys(landing, landing + ARRIVING_BYTES, planes, work.first_key, end_key);
+#if K_BIAS
+    load_turns(turn_tile_of(spin_tile, work.first_key), assignment, work.first_key);
+#endif
     for (int key = work.first_key; key < end_key; key += KEYS) {
         wait_for_copies();
         __syncthreads();  // these KEYS are there, and all warps are done with those before
@@ -403,12 +461,19 @@ __device__ __forceinline__ void attend(Running &running, uint8 *query_tile, cons
         if (key + KEYS < end_key) {
             uint8 *const next = landing + stage * 2 * TILE_BYTES;
             load_keys(next, next + ARRIVING_BYTES, planes, key + KEYS, end_key);
+#if K_BIAS
+            load_turns(turn_tile_of(spin_tile, key + KEYS), assignment, key + KEYS);
+#endif
         }
         if (key > last_position) continue;
         Scores scores = {};
         const uint32 thread = thread_now(), lane = thread % WARP;
-        const LaneRow q_rows(query_tile, thread / WARP * ROWS_PER_WARP + lane % 16, lane / 16);
-        add_scores(scores, q_rows, LaneRow(keys, lane / 16 * 8 + lane % 8, lane / 8 % 2));
+        const uint32 own_row = thread / WARP * ROWS_PER_WARP + lane % 16, own_key = lane / 16 * 8 + lane % 8;
+        add_scores<KVValue>(scores, LaneRow(query_tile, own_row, lane / 16), LaneRow(keys, own_key, lane / 8 % 2));
+#if K_BIAS
+        add_scores<__half>(scores, LaneRow(spin_tile, own_row, lane / 16),
+                           LaneRow(turn_tile_of(spin_tile, key), own_key, lane / 8 % 2));
+#endif
         if (key + KEYS - 1 > work.position(first_row)) mask(scores, work, first_row, key);
         soften(scores, running, scale);
         add_values(running.sums, scores, LaneRow(values, lane % 16, lane / 16));
@@ -466,7 +531,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 paged_prefill(const Activation *q, const uint8 *pool, const int *block_tables, const int *query_starts,
               const int *context_lens, Activation *out, float *parts, float *levels, int num_tokens, int num_sequences,
               int num_heads, int num_kv_heads, int block_size, int max_blocks, int block_bytes, int layer_offset,
-              float scale) {
+              float scale
+#if K_BIAS
+              ,
+              const float *key_bias, const float *rotary, int positions, const __half *turns
+#endif
+) {
     wait_for_previous_kernel();
     let_next_kernel_start();
     extern __shared__ uint8 shared[];
@@ -481,6 +551,10 @@ paged_prefill(const Activation *q, const uint8 *pool, const int *block_tables, c
             assignment.planes = Planes{divider(block_size), pool + layer_offset + group * plane,
                                        block_tables + work.sequence * max_blocks, block_bytes, num_kv_heads * plane};
             assignment.work = work;
+#if K_BIAS
+            assignment.bias = {key_bias + group * HEAD_DIM, rotary, positions};
+            assignment.turns = turns;
+#endif
             assignment.idle = !found;
         }
     }
@@ -493,6 +567,9 @@ paged_prefill(const Activation *q, const uint8 *pool, const int *block_tables, c
     for (int m = 0; m < ROW_TILES; m++) running.maxima[m][0] = running.maxima[m][1] = LOWEST;
     if (work.first_key < work.end_key) {
         load_queries(query_tile, q, work, num_heads);
+#if K_BIAS
+        load_spins(query_tile + ROWS * ROW_BYTES, q, work, assignment.bias, num_heads);
+#endif
         attend(running, query_tile, assignment, first_row, scale);
     }
 #pragma unroll

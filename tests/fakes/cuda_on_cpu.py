@@ -35,6 +35,7 @@ from coldblock.kernels import (
 from coldblock.kernels.block_copy import Ids
 from coldblock.kernels.decode_attention import DecodeSplits
 from coldblock.kernels.pages import KVPages
+from coldblock.kernels.rotated_bias import RotatedBias
 from torch import Tensor
 
 FREE = 1 << 30
@@ -205,13 +206,15 @@ class Planes:
         slots = self.format.slots(self.numbers(blocks), offsets.long()[:, None])
         self.format.write(self.rows, slots, kv)
 
-    def read(self, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
-        """K and V fp32 [G, context, D] of one sequence."""
+    def read(self, table: Tensor, context: int, k_bias: RotatedBias | None) -> tuple[Tensor, Tensor]:
+        """K, completed, and V fp32 [G, context, D] of one sequence."""
         pages = self.pages
         count = math.ceil(context / pages.block_size)
         numbers = self.numbers(table[:count]).t().reshape(-1)
         kv = self.format.read(self.rows.index_select(0, numbers)).float()
         keys, values = kv.view(2, pages.num_kv_heads, -1, pages.head_dim)[:, :, :context]
+        if k_bias is not None:
+            k_bias.add_to(keys, 0)
         return keys, values
 
 
@@ -248,13 +251,20 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
 
 
 def paged_decode(
-    q: Tensor, pages: KVPages, layer: int, block_tables: Tensor, context_lens: Tensor, splits: object, out: Tensor
+    q: Tensor,
+    pages: KVPages,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    splits: object,
+    out: Tensor,
+    k_bias: RotatedBias | None = None,
 ) -> None:
     planes = Planes(pages, layer)
     out.zero_()
     for row, context in enumerate(context_lens.tolist()):
         if context:
-            out[row] = attend(q[row : row + 1], *planes.read(block_tables[row], context), context - 1)[0]
+            out[row] = attend(q[row : row + 1], *planes.read(block_tables[row], context, k_bias), context - 1)[0]
 
 
 def paged_prefill(
@@ -268,13 +278,14 @@ def paged_prefill(
     max_context: int,
     out: Tensor,
     splits: object | None = None,
+    k_bias: RotatedBias | None = None,
 ) -> None:
     planes, starts, contexts = Planes(pages, layer), query_starts.tolist(), context_lens.tolist()
     assert max_context == max(contexts)
     assert max_queries == max(b - a for a, b in itertools.pairwise(starts))
     for row, context in enumerate(contexts):
         first, last = starts[row], starts[row + 1]
-        keys, values = planes.read(block_tables[row], context)
+        keys, values = planes.read(block_tables[row], context, k_bias)
         out[first:last] = attend(q[first:last], keys, values, context - (last - first)).to(out.dtype)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 
 import numpy as np
 import pytest
@@ -22,9 +23,11 @@ from coldblock.kernels.decode_attention import (
     plan_parts,
 )
 from coldblock.kernels.errors import KernelArgumentError
-from coldblock.kernels.fused import rope_and_write
+from coldblock.kernels.fused import rope_and_write, rope_reference
 from coldblock.kernels.loader import load
-from coldblock.kernels.pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
+from coldblock.kernels.pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, stored_keys_and_values
+from coldblock.kernels.rotated_bias import RotatedBias
+from large_bias import large_bias, rounded
 from torch import Tensor
 
 FORMATS = tuple(FORMAT_NUMBERS)
@@ -54,6 +57,7 @@ class Case:
     q: Tensor
     block_tables: Tensor
     context_lens: Tensor
+    k_bias: RotatedBias | None = None
 
     def planes(self) -> Tensor:
         """The pool as uint8 [blocks, layers, 2, kv_heads, plane_bytes]."""
@@ -72,7 +76,7 @@ class Case:
         return self.pages.head_dim * (2 if self.pages.format in ("fp16", "bf16") else 1)
 
     def reference(self) -> Tensor:
-        return paged_decode_reference(self.q, self.pages, self.layer, self.block_tables, self.context_lens)
+        return paged_decode_reference(self.q, self.pages, self.layer, self.block_tables, self.context_lens, self.k_bias)
 
 
 def make_case(
@@ -113,6 +117,13 @@ def make_case(
     return case
 
 
+def with_bias(case: Case, positions: int = 5000, **options: float) -> Case:
+    """The same stored K, which now lacks a bias."""
+    pages = case.pages
+    bias = large_bias(pages.num_kv_heads, pages.head_dim, positions, str(case.q.device), **options)
+    return dataclasses.replace(case, k_bias=bias)
+
+
 def make_splits(case: Case, cut: Cut | None = None, deterministic: bool = False) -> DecodeSplits:
     """Splits with their plan written, and a workspace of NaN."""
     lengths = case.context_lens.cpu().numpy()
@@ -140,10 +151,19 @@ def run(case: Case, splits: DecodeSplits | None = None) -> Tensor:
     splits = splits or make_splits(case)
     out = torch.full_like(case.q, float("nan")).flatten(1)
     torch.cuda.synchronize()
-    paged_decode(case.q, case.pages, case.layer, case.block_tables, case.context_lens, splits, out)
+    paged_decode(case.q, case.pages, case.layer, case.block_tables, case.context_lens, splits, out, case.k_bias)
     torch.cuda.synchronize()
     assert not splits.counters.any()
     return out
+
+
+def assert_as_exact_as_fp16_keys(out: Tensor, case: Case) -> None:
+    """But for a rounding, off by little more than what an fp16 pool that holds K with its bias would be off by."""
+    assert case.k_bias is not None
+    reference, kept = case.reference(), dataclasses.replace(case, k_bias=rounded(case.k_bias)).reference()
+    unit = 2.0**-8 if BF16 in (case.q.dtype, {"bf16": BF16}.get(case.pages.format)) else 2.0**-11
+    error, allowed = out.double() - reference, unit * reference.norm() + 2 * (kept - reference).norm()
+    assert error.norm() <= allowed, (error.norm() / reference.norm(), allowed / reference.norm())
 
 
 def assert_close(out: Tensor, reference: Tensor, dtype: torch.dtype, kv_format: str, slack: float = 1.0) -> None:
@@ -293,6 +313,78 @@ def test_reference_reads_what_the_engine_stores(kv_format: str) -> None:
     assert not out[1].any() and out[0].isfinite().all()
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+def test_reference_adds_the_bias_that_k_lacks(factor: float) -> None:
+    case = with_bias(make_case(head_dim=64, num_heads=4, lengths=[40], device="cpu"), 50, factor=factor)
+    assert case.k_bias is not None
+    nothing = torch.zeros(2, 64)
+    bias = torch.cat((nothing, case.k_bias.values, nothing)).flatten()
+    _, rotated, _ = rope_reference(torch.zeros(40, 6 * 64), bias, case.k_bias.rotary, torch.arange(40), 2, 2)
+    k, v = stored_keys_and_values(case.pages, case.layer, case.block_tables[0], 40)
+    heads = case.q[0].double().view(2, 2, 64)
+    weights = torch.softmax(torch.einsum("gnd,sgd->gns", heads, (k + rotated).double()) / 8, -1)
+    expected = torch.einsum("gns,sgd->gnd", weights, v.double()).flatten()
+    torch.testing.assert_close(case.reference()[0], expected, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(case.reference(), dataclasses.replace(case, k_bias=None).reference(), atol=0.1)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_bias_at_another_position_is_told_from_rounding(head_dim: int, kv_format: str) -> None:
+    case = with_bias(make_case(kv_format, head_dim, 4, lengths=[40, 700], device="cpu"), 800)
+    assert case.k_bias is not None
+    later = dataclasses.replace(case.k_bias, rotary=case.k_bias.rotary.roll(1, 0))
+    assert_as_exact_as_fp16_keys(case.reference(), case)
+    for wrong in (None, later):
+        with pytest.raises(AssertionError):
+            assert_as_exact_as_fp16_keys(dataclasses.replace(case, k_bias=wrong).reference(), case)
+
+
+def lane_products(turns: Tensor, spins: Tensor) -> Tensor:
+    """The kernel's products of a tile, lane by lane: [16 tokens, 8 heads] of turns [D/16, 32, 8] and complex spins
+    [8 heads, D/2]. A's rows g and g + 8 are tokens 2g and 2g + 1."""
+    total = torch.zeros(16, 8, dtype=torch.float64)
+    for step, lanes in enumerate(turns.double()):
+        a, b = torch.zeros(2, 16, 16, dtype=torch.float64)
+        for lane, (g, t) in enumerate(itertools.product(range(8), range(4))):
+            pair = (step // 2 * 4 + t) * 4 + step % 2 * 2
+            for row, pairs in ((g, lanes[lane, [0, 1, 4, 5]]), (g + 8, lanes[lane, [2, 3, 6, 7]])):
+                a[row, 2 * t : 2 * t + 2], a[row, 2 * t + 8 : 2 * t + 10] = pairs[:2], pairs[2:]
+            for half in range(2):
+                spin = spins[g, pair + half]
+                b[2 * t + 8 * half, g], b[2 * t + 8 * half + 1, g] = spin.real, spin.imag
+        total += a @ b[:, :8]
+    return total.view(2, 8, 8).transpose(0, 1).reshape(16, 8)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_spins_and_turns_give_what_the_bias_adds(head_dim: int) -> None:
+    bias = large_bias(1, head_dim, 500, "cpu", factor=1.25)
+    q = torch.randn(8, head_dim)
+    keys = torch.zeros(1, 500, head_dim, dtype=torch.float64)
+    bias.add_to(keys, 0)
+    z = torch.view_as_complex(bias.values.view(-1, 2)).conj() * torch.view_as_complex(q.view(8, -1, 2))
+    for first, later in ((0, 0), (37, 192), (100, 256), (480, 16)):
+        spins = z * torch.view_as_complex(bias.rotary)[first].conj()
+        found = lane_products(bias.turns.tiles[later // 16], spins) / 256
+        wanted = keys[0, first + later : first + later + 16] @ q.double().t()
+        torch.testing.assert_close(found[: len(wanted)], wanted, rtol=0, atol=1.0)
+
+
+def test_a_bias_of_another_shape_is_refused() -> None:
+    case = make_case(head_dim=64, num_heads=4, lengths=[1], device="cpu")
+    for heads, dim, problem in ((1, 64, r"k_bias\.values has shape"), (2, 128, r"k_bias\.values has shape")):
+        with pytest.raises(KernelArgumentError, match=problem):
+            large_bias(heads, dim, 8, "cpu").check(case.pages)
+    bias = large_bias(2, 64, 8, "cpu")
+    with pytest.raises(KernelArgumentError, match=r"k_bias\.rotary has shape"):
+        dataclasses.replace(bias, rotary=bias.rotary[:, :16].contiguous()).check(case.pages)
+    with pytest.raises(KernelArgumentError, match=r"k_bias\.values is torch\.float16"):
+        dataclasses.replace(bias, values=bias.values.half()).check(case.pages)
+    with pytest.raises(KernelArgumentError, match=r"k_bias\.turns\.\w+ has shape"):
+        dataclasses.replace(bias, turns=large_bias(2, 64, 17, "cpu").turns).check(case.pages)
+
+
 # ---- On the GPU -----------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +474,59 @@ def test_all_codes(kv_format: str, software: int, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(out.nan_to_num(12345.0), expected.half()[:, None].expand(2, 8, 128).nan_to_num(12345.0))
     assert out.isnan().sum() == expected.isnan().sum() * 8
     assert_close(run(case)[1:], case.reference()[1:], FP16, kv_format)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_bias_that_k_lacks(kv_format: str, head_dim: int, dtype: torch.dtype) -> None:
+    case = with_bias(make_case(kv_format, head_dim, dtype=dtype))
+    assert_as_exact_as_fp16_keys(run(case), case)
+
+
+@gpu
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (14, 2), (16, 1), (17, 1), (28, 4)], ids=str)
+@pytest.mark.parametrize("cut", [Cut(16, 16), Cut(256, 256), Cut(2048, 16), Cut(8192, 8192)], ids=str)
+@pytest.mark.parametrize("kv_format", ["fp16", "int8"])
+def test_a_bias_with_any_heads_and_cut(kv_format: str, cut: Cut, heads: tuple[int, int]) -> None:
+    case = with_bias(make_case(kv_format, 64, *heads, lengths=[1, 100, 700, 0, 2049]))
+    assert_as_exact_as_fp16_keys(run(case, make_splits(case, cut)), case)
+
+
+@gpu
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("positions", [20, 300, 32768])
+def test_a_bias_at_any_position(positions: int, theta: float) -> None:
+    """The table may be shorter than a step, and a warp may find its spins often."""
+    case = with_bias(make_case("int8", lengths=[positions, 3]), positions, theta=theta)
+    for cut in (Cut(64, 64), Cut(32768, 32768)):
+        assert_as_exact_as_fp16_keys(run(case, make_splits(case, cut)), case)
+
+
+@gpu
+@pytest.mark.parametrize("q_scale", [1e-30, 1e-4, 1e8])
+@pytest.mark.parametrize("kv_format", ["fp16", "bf16", "int8", "fp8_e4m3"])
+def test_a_bias_with_queries_of_any_size(kv_format: str, q_scale: float) -> None:
+    """Scores are of the usual size, all from the bias."""
+    case = with_bias(make_case(kv_format, dtype=BF16, q_scale=q_scale), factor=1.25)
+    assert case.k_bias is not None
+    case.planes()[:, :, 0] = 0
+    case.k_bias.values.div_(q_scale)
+    assert_close(run(case), case.reference(), BF16, kv_format, slack=2)
+
+
+@gpu
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_with_a_bias_a_sequence_is_independent_of_its_batch_and_runs_are_equal(kv_format: str) -> None:
+    case = with_bias(make_case(kv_format))
+    splits = make_splits(case, deterministic=True)
+    together = run(case, splits)
+    assert torch.equal(run(case, splits), together)
+    alone = dataclasses.replace(
+        case, q=case.q[8:9], block_tables=case.block_tables[8:9], context_lens=case.context_lens[8:9]
+    )
+    assert torch.equal(run(alone, make_splits(alone, deterministic=True))[0], together[8])
 
 
 @gpu

@@ -123,17 +123,27 @@ def test_the_cache_tells_macros_architectures_and_sources_apart(cache: Path) -> 
 
 
 @needs_nvrtc
-def test_a_changed_header_is_compiled_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("header", "cubins"), [("common.cuh", 2), ("of_a_header.cuh", 2), ("of_nobody.cuh", 1)])
+def test_what_a_changed_header_is_part_of_is_compiled_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str, cubins: int
+) -> None:
     sources = tmp_path / "cuda"
     sources.mkdir()
     for name in ("silu_multiply.cu", "common.cuh"):
         (sources / name).write_bytes((loader.SOURCES / name).read_bytes())
+    for name, text in (
+        ("common.cuh", '\n#include "of_a_header.cuh"\n'),
+        ("of_a_header.cuh", ""),
+        ("of_nobody.cuh", ""),
+    ):
+        with open(sources / name, "a") as file:
+            file.write(text)
     monkeypatch.setattr(loader, "SOURCES", sources)
     loader.compile_cubin("silu_multiply", {}, "sm_80")
-    with open(sources / "common.cuh", "a") as header:
-        header.write("// another line\n")
+    with open(sources / header, "a") as file:
+        file.write("// another line\n")
     loader.compile_cubin("silu_multiply", {}, "sm_80")
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.iterdir())) == cubins
 
 
 @needs_nvrtc
@@ -268,11 +278,17 @@ def test_pages_of_an_unknown_kind_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kibibytes", "blocks", "static", "percent"),
-    [(228, 1, 35024, 16), (228, 2, 35024, 31), (100, 1, 35024, 36), (100, 3, 35024, 100)],
+    ("kibibytes", "blocks", "static", "dynamic", "percent"),
+    [
+        (228, 1, 35024, 0, 16),
+        (228, 2, 35024, 0, 31),
+        (228, 2, 26272, 8752, 31),
+        (100, 1, 35024, 0, 36),
+        (100, 3, 35024, 0, 100),
+    ],
 )
 def test_what_blocks_do_not_need_is_left_to_the_l1_cache(
-    monkeypatch: pytest.MonkeyPatch, kibibytes: int, blocks: int, static: int, percent: int
+    monkeypatch: pytest.MonkeyPatch, kibibytes: int, blocks: int, static: int, dynamic: int, percent: int
 ) -> None:
     class Kernel:
         attributes: ClassVar = {"shared_size_bytes": static}
@@ -287,9 +303,9 @@ def test_what_blocks_do_not_need_is_left_to_the_l1_cache(
     function = object.__new__(loader.Function)
     function._kernel, function._device, function._resident_blocks = Kernel(), 0, 0
     for _ in range(3):
-        function.prefer_l1(blocks)
+        function.prefer_l1(blocks, dynamic)
     assert Kernel.asked == [percent]
-    assert percent == 100 or percent * (kibibytes << 10) >= 100 * blocks * (static + 1024)
+    assert percent == 100 or percent * (kibibytes << 10) >= 100 * blocks * (static + dynamic + 1024)
 
 
 @pytest.mark.gpu

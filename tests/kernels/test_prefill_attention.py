@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,8 @@ from coldblock.kernels.prefill_attention import (
     paged_prefill_mma,
     paged_prefill_reference,
 )
+from coldblock.kernels.rotated_bias import RotatedBias
+from large_bias import large_bias, rounded
 from torch import Tensor
 
 FORMATS: tuple[PageFormat, ...] = ("fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2")
@@ -50,6 +52,7 @@ class Case:
     layer: int = 1
     padding: int = 3
     device: str = "cuda"
+    k_bias: RotatedBias | None = None
     q: Tensor = field(init=False)
     pages: KVPages = field(init=False)
 
@@ -97,6 +100,7 @@ class Case:
 
     def launch(self, prefill: Prefill, out: Tensor, splits: PrefillSplits | None = None) -> None:
         options: dict[str, Any] = {} if splits is None else {"splits": splits}
+        options |= {} if self.k_bias is None else {"k_bias": self.k_bias}
         prefill(
             self.q, self.pages, self.layer, self.block_tables, self.query_starts, self.context_lens,
             max(new for new, _ in self.chunks), max(self.contexts), out, **options,
@@ -107,10 +111,21 @@ class Case:
         """What the products take."""
         return torch.bfloat16 if self.format == "bf16" else torch.float16
 
-    def expected(self, operands: torch.dtype = torch.float32) -> Tensor:
+    def expected(self, operands: torch.dtype = torch.float32, k_bias: RotatedBias | None = None) -> Tensor:
         return paged_prefill_reference(
-            self.q, self.pages, self.layer, self.block_tables, self.query_starts, self.context_lens, operands
-        )
+            self.q, self.pages, self.layer, self.block_tables, self.query_starts, self.context_lens, operands,
+            k_bias or self.k_bias,
+        )  # fmt: skip
+
+    def check_biased(self, out: Tensor) -> None:
+        """But for a rounding, off by little more than what an fp16 pool that holds K with its bias would be off by."""
+        assert self.k_bias is not None
+        rows = sum(new for new, _ in self.chunks)
+        wanted, kept, found = self.expected()[:rows], self.expected(k_bias=rounded(self.k_bias))[:rows], out[:rows]
+        epsilon = 2.0**-8 if torch.bfloat16 in (self.dtype, self.operands) else 2.0**-11
+        assert out[rows:].isnan().all()
+        relative, allowed = (x / wanted.norm() for x in ((found - wanted).norm(), (kept - wanted).norm()))
+        assert relative < epsilon + 2 * allowed, f"relative error {relative:.2e}; of fp16 {allowed:.2e}"
 
     def check(self, out: Tensor, tolerance: float = 1.0, operands: torch.dtype = torch.float32) -> None:
         """Against the reference, in units of the roundings on the way; padding rows are untouched."""
@@ -171,6 +186,61 @@ def test_mixed_chunks(prefill: Prefill, format: PageFormat, head_dim: int) -> No
 def test_bf16_activations(prefill: Prefill, format: PageFormat) -> None:
     case = Case(MIXED, format, torch.bfloat16)
     case.check(case.run(prefill))
+
+
+@pytest.mark.parametrize("positions", [53, 64])
+def test_reference_adds_the_bias_that_k_lacks(positions: int) -> None:
+    whole, split = (Case([(3, 50)], "fp16", head_dim=64, device="cpu", heads=(4, 2)) for _ in range(2))
+    split.k_bias = large_bias(2, 64, positions, "cpu", factor=1.25)
+    k, v = whole.normal(53, 2, 64).half().float(), whole.normal(53, 2, 64)
+    split.store(0, k, v)
+    turns = torch.view_as_complex(split.k_bias.rotary[:53])[:, None]
+    bias = torch.view_as_complex(split.k_bias.values.view(2, 32, 2))
+    whole.store(0, k + torch.view_as_real(bias * turns).flatten(2), v)
+    assert (split.expected() - whole.expected())[:3].norm() < 0.1 * whole.expected()[:3].norm()
+    split.k_bias = None
+    assert (split.expected() - whole.expected())[:3].norm() > 0.5 * whole.expected()[:3].norm()
+
+
+def test_spins_and_turns_give_what_the_bias_adds() -> None:
+    """As the kernel has them: spins of q and the bias, times the factor, and rows of turns, in half."""
+    bias, q = large_bias(1, 64, 500, "cpu", factor=1.25), torch.randn(8, 64)
+    z = torch.view_as_complex(bias.values.view(-1, 2)).conj() * torch.view_as_complex(q.view(8, -1, 2))
+    spins = torch.view_as_real(z * (bias.rotary[0, 0, 0] / 256)).half().flatten(1)
+    keys = torch.zeros(1, 500, 64)
+    bias.add_to(keys, 0)
+    found, wanted = spins.float() @ bias.turns.rows.float().flatten(1).t(), q @ keys[0].t()
+    assert (found - wanted).norm() < 2 * (q @ keys[0].half().float().t() - wanted).norm()
+
+
+@gpu
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_bias_at_another_position_is_told_from_rounding(prefill: Prefill, position: int) -> None:
+    case = Case(MIXED, "int8", k_bias=large_bias(2, 128, 1000))
+    assert case.k_bias is not None
+    out, turns = case.run(prefill), case.k_bias.turns
+    case.check_biased(out)
+    case.k_bias = replace(case.k_bias, rotary=case.k_bias.rotary.roll(1, 0) * position, turns=turns)
+    with pytest.raises(AssertionError, match="relative error"):
+        case.check_biased(out)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_bias_that_k_lacks(prefill: Prefill, format: PageFormat, head_dim: int, dtype: torch.dtype) -> None:
+    case = Case(MIXED, format, dtype, head_dim=head_dim, k_bias=large_bias(2, head_dim, 1000))
+    case.check_biased(case.run(prefill))
+
+
+@gpu
+@pytest.mark.parametrize("heads", [(14, 2), (7, 1), (5, 5)], ids=str)
+@pytest.mark.parametrize("format", ["fp16", "int8"])
+def test_a_bias_with_any_ratio_and_splits(prefill: Prefill, format: PageFormat, heads: tuple[int, int]) -> None:
+    case = Case([(5, 3000), (16, 900), (1, 0)], format, heads=heads, k_bias=large_bias(heads[1], 128, 3005, theta=1e4))
+    case.check_biased(case.run(prefill))
+    case.check_biased(case.run(prefill, PrefillSplits(128, case.q.device)))
 
 
 @gpu

@@ -17,7 +17,7 @@ from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.cuda_executor import LEAST_ROWS, CudaExecutor
 from coldblock.engine_core.errors import EngineError, MemoryBudgetError
 from cuda_on_cpu import emulate
-from tiny_models import GREEDY, chunk, copy_blocks, quantize, run_step, save_tiny
+from tiny_models import GREEDY, chunk, copy_blocks, quantize, run_step, save_biased, save_tiny
 
 FITTING: dict[str, Any] = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 192}
 ASKED = Sampling(temperature=0.0, logprobs=5)
@@ -157,16 +157,27 @@ def test_shapes_of_models(make: Make, tmp_path: Path, shape: dict[str, Any]) -> 
     assert {name: ids(made[name])[: len(answer)] for name, answer in wanted.items()} == wanted
 
 
+@pytest.fixture(scope="module", params=[0.0, 400.0], ids=["plain", "large K bias"])
+def of_any_bias(
+    request: pytest.FixtureRequest, model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    if not request.param:
+        return model[0]
+    path = tmp_path_factory.mktemp("biased")
+    save_biased(path, request.param, **FITTING)
+    return path
+
+
 @pytest.mark.parametrize("compute_dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp16", "bf16", "int8", "fp8", "fp8_e5m2"])
 def test_log_probabilities_are_close_to_the_cpu_executors(
-    make: Make, model: tuple[Path, Any], compute_dtype: str, kv_cache_dtype: str
+    make: Make, of_any_bias: Path, compute_dtype: str, kv_cache_dtype: str
 ) -> None:
     """A prompt in two chunks, then a token: the second chunk and the token read the format."""
-    config = ExecutorConfig(model[0], num_gpu_blocks=64, max_model_len=512, compute_dtype="fp32")
+    config = ExecutorConfig(of_any_bias, num_gpu_blocks=64, max_model_len=512, compute_dtype="fp32")
     asked = Sampling(temperature=0.0, logprobs=20)
     prompt, logprobs = PROMPTS["d"], []
-    for ours in (CpuExecutor(config), make(model[0], compute_dtype=compute_dtype, kv_cache_dtype=kv_cache_dtype)):
+    for ours in (CpuExecutor(config), make(of_any_bias, compute_dtype=compute_dtype, kv_cache_dtype=kv_cache_dtype)):
         run_step(ours, [chunk("d", prompt[:70], 0, TABLES["d"])])
         first = run_step(ours, [chunk("d", prompt[70:], 70, TABLES["d"], asked)]).tokens["d"]
         second = run_step(ours, [chunk("d", [55], len(prompt), TABLES["d"], asked)]).tokens["d"]

@@ -26,6 +26,7 @@ from coldblock.kernels import (
     pages,
     prefill_attention,
     prefill_attention_hopper,
+    rotated_bias,
     sampling,
     tensor_map,
     w4,
@@ -34,6 +35,7 @@ from coldblock.kernels import (
 )
 from coldblock.kernels.loader import Argument
 from cuda_on_cpu import emulate_device
+from large_bias import large_bias
 from tiny_models import chunk, edit_config, quantize, save_tiny
 from torch import Tensor
 
@@ -47,6 +49,8 @@ class Recorder:
     """In place of `loader.load`, for one module on one architecture."""
 
     launches: ClassVar[Counter[str]] = Counter()
+    biased: ClassVar[Counter[str]] = Counter()
+    """Of them those that add a bias to K."""
 
     def __init__(self, module: ModuleType, architecture: str) -> None:
         self.variants = [v for v in module.VARIANTS if architecture in v.architectures]
@@ -55,10 +59,15 @@ class Recorder:
         declared = any(v.source == source and dict(v.macros) == macros for v in self.variants)
         assert declared, (source, macros)
         self.launches[source] += 1
+        if macros.get("K_BIAS"):
+            self.biased[source] += 1
         return self
 
-    def prefer_l1(self, resident_blocks: int) -> None:
+    def prefer_l1(self, resident_blocks: int, shared_bytes: int = 0) -> None:
         assert resident_blocks > 0
+
+    def shared_room(self, resident_blocks: int) -> int:
+        return 50 << 10
 
     def launch(
         self, grid: Sequence[int], block: Sequence[int] | int, arguments: Sequence[Argument], shared_bytes: int = 0
@@ -99,9 +108,10 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
     monkeypatch.setattr(pages, "check_place", check_place)
-    for module in (w4, w8, checks):
+    for module in (w4, w8, checks, rotated_bias):
         monkeypatch.setattr(module, "check_place", check_place)
     Recorder.launches.clear()
+    Recorder.biased.clear()
     clear_caches()
     for module in MODULES:
         monkeypatch.setattr(module, "load", Recorder(module, name))
@@ -113,13 +123,28 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     clear_caches()
 
 
+def run_steps(executor: CudaExecutor) -> None:
+    """Rows in every bucket, chunks of several lengths, some with cold blocks, penalties, log-probabilities."""
+    asked = Sampling(temperature=0.5, top_p=0.9, logprobs=3, repetition_penalty=1.1)
+    for sizes in ((1500, 300, 1), (700, 1, 1), (100,), (70, 3), (1,)):
+        table = list(range(100))
+        chunks = [
+            chunk(f"{i}", [1] * size, 50 * i, table, asked, history=[1, 2, 3], prompt_length=2)
+            for i, size in enumerate(sizes)
+        ]
+        oversize = chunk("oversize", [1] * sizes[0], 48, table, asked, history=[1, 2, 3], prompt_length=2)
+        chunks.append(oversize._replace(cold_blocks=array("i", [2, 0, 1])))
+        executor.begin_step(StepPlan(1, tuple(chunks), ()))
+        executor.complete_step()
+
+
 @pytest.mark.parametrize("compute_dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_a_steps_launches(
     architecture: str, tmp_path: Path, head_dim: int, kv_cache_dtype: str, compute_dtype: str
 ) -> None:
-    """Rows in every bucket, chunks of several lengths, some with cold blocks, penalties, log-probabilities."""
+    """Of a model whose K is stored whole, and once more as if it lacked its bias."""
     shape: dict[str, Any] = {"head_dim": head_dim, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
     save_tiny(tmp_path, "qwen2", tie_word_embeddings=True, **shape)
     quantize(tmp_path, 32 if head_dim < 128 else 128)
@@ -138,23 +163,17 @@ def test_a_steps_launches(
             allow_oversize=True,
         )
     )
-    asked = Sampling(temperature=0.5, top_p=0.9, logprobs=3, repetition_penalty=1.1)
-    for sizes in ((1500, 300, 1), (700, 1, 1), (100,), (70, 3), (1,)):
-        table = list(range(100))
-        chunks = [
-            chunk(f"{i}", [1] * size, 50 * i, table, asked, history=[1, 2, 3], prompt_length=2)
-            for i, size in enumerate(sizes)
-        ]
-        oversize = chunk("oversize", [1] * sizes[0], 48, table, asked, history=[1, 2, 3], prompt_length=2)
-        chunks.append(oversize._replace(cold_blocks=array("i", [2, 0, 1])))
-        executor.begin_step(StepPlan(1, tuple(chunks), ()))
-        executor.complete_step()
+    run_steps(executor)
     launched = set(Recorder.launches)
     assert {"embed", "rms_norm", "rope_and_write", "paged_decode", "w4_linear", "sample_scan"} <= launched
     assert {"w8_linear", "w8_dequantize"} <= launched
     assert "gather_slices" in launched
     assert ("w4_wide" in launched) == (architecture == "sm_90a")
     assert {"paged_prefill", "paged_prefill_hopper"} & launched
+    assert not Recorder.biased
+    executor._runner._decoder.k_biases = [large_bias(2, head_dim, 512, "cpu")]
+    run_steps(executor)
+    assert set(Recorder.biased) == {"paged_decode", "paged_prefill"}
     executor.close()
 
 

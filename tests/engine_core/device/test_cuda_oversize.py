@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from array import array
@@ -23,7 +24,9 @@ from coldblock.engine_core.device.kv_pool import KVPool
 from coldblock.engine_core.kv_layout import FormatName, KVShape
 from coldblock.kernels import gather
 from coldblock.kernels.prefill_attention import paged_prefill_reference
+from coldblock.kernels.rotated_bias import RotatedBias
 from cuda_on_cpu import emulate, gather_slices
+from large_bias import large_bias
 from streams import Streams
 from tiny_models import chunk, copy_blocks, quantize, run_step, save_tiny
 
@@ -226,6 +229,7 @@ class Sequences:
         self.tokens = TokenArrays(zeros, zeros, np.array(positions, np.int32), np.array(rows, np.int32), zeros[:3])
         self.q = torch.randn(len(rows), self.HEADS, 64, generator=generator).half().to(device)
         self.device = device
+        self.k_biases: list[RotatedBias | None] = [None] * self.LAYERS
 
     def attend(self, layers: int = LAYERS) -> list[torch.Tensor]:
         """What each layer gives."""
@@ -233,7 +237,7 @@ class Sequences:
         outs = [torch.empty(shape, dtype=torch.float16, device=self.device) for _ in range(layers)]
         with self.attention.begin(self.tokens, self.tables.to(self.device), self.cold) as attend:
             for layer, out in enumerate(outs):
-                attend(layer, self.q, out)
+                attend(layer, self.q, out, self.k_biases[layer])
         return outs
 
     def wanted(self, layer: int) -> torch.Tensor:
@@ -247,8 +251,10 @@ class Sequences:
             table[: len(self.cold[row])] += 40
             starts = torch.tensor([0, len(here)], dtype=torch.int32)
             context = torch.tensor([self.tokens.positions[here[-1]] + 1], dtype=torch.int32)
-            q = self.q.cpu()[here[0] : here[-1] + 1]
-            parts.append(paged_prefill_reference(q, pool.pages, layer, table[None], starts, context))
+            q, k_bias = self.q.cpu()[here[0] : here[-1] + 1], self.k_biases[layer]
+            if k_bias is not None:
+                k_bias = dataclasses.replace(k_bias, values=k_bias.values.cpu(), rotary=k_bias.rotary.cpu())
+            parts.append(paged_prefill_reference(q, pool.pages, layer, table[None], starts, context, k_bias=k_bias))
         return torch.cat(parts)
 
 
@@ -260,6 +266,19 @@ def test_attention_equals_the_reference(device: str, kv_format: FormatName, alon
         sequences = Sequences(device, kv_format, alone, pinned)
         for layer, out in enumerate(sequences.attend()):
             torch.testing.assert_close(out.float().cpu(), sequences.wanted(layer), atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("positions", [151, 512])
+@pytest.mark.parametrize("kv_format", ["fp16", "int8"])
+def test_attention_adds_a_bias_that_k_lacks(device: str, kv_format: FormatName, positions: int) -> None:
+    """In its layer. The rotary table may end within the last block."""
+    with torch.inference_mode():
+        sequences = Sequences(device, kv_format)
+        without = sequences.wanted(1)
+        sequences.k_biases[1] = large_bias(2, 64, positions, device)
+        for layer, out in enumerate(sequences.attend()):
+            torch.testing.assert_close(out.float().cpu(), sequences.wanted(layer), atol=1e-3, rtol=2e-3)
+        assert (sequences.wanted(1) - without).norm() > 0.1 * without.norm()
 
 
 @pytest.mark.parametrize("layers", [1, 2])

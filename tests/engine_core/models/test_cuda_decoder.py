@@ -23,6 +23,7 @@ from coldblock.engine_core.models.w4a16 import W4Weight
 from coldblock.engine_core.models.weights import Checkpoint, DummyCheckpoint
 from coldblock.kernels import w4, w8
 from coldblock.kernels.pages import KVPages
+from coldblock.kernels.rotated_bias import RotatedBias, Turns
 from cuda_on_cpu import attend, emulate
 from tiny_models import quantize, save_tiny
 from torch import Tensor
@@ -52,9 +53,12 @@ def logits(decoder: CudaDecoder, chosen: list[int] | None = None) -> Tensor:
     ids = torch.tensor(TOKENS, dtype=torch.int32)
     inputs = TokenInputs(ids, zeros - 1, span, zeros, zeros[:1], torch.tensor([[0, 1]], dtype=torch.int32))
 
-    def attend_pool(layer: int, q: Tensor, out: Tensor) -> None:
+    def attend_pool(layer: int, q: Tensor, out: Tensor, k_bias: RotatedBias | None) -> None:
+        assert k_bias is decoder.k_biases[layer]
         planes = pages.pool.view(torch.float16).view(2, 4, 2, 2, 16, 64)[:, layer]
         keys, values = planes.permute(1, 2, 0, 3, 4).reshape(2, 2, 32, 64)[:, :, :count].float()
+        if k_bias is not None:
+            k_bias.add_to(keys, 0)
         out.copy_(attend(q, keys, values, 0))
 
     rows = None if chosen is None else torch.tensor(chosen, dtype=torch.int32)
@@ -84,6 +88,21 @@ def test_logits_of_chosen_tokens_are_those_among_all(tmp_path: Path, chosen: lis
     found = logits(decoder, chosen)
     assert found.shape == (len(chosen), 320)
     torch.testing.assert_close(found, logits(decoder)[chosen], atol=0.01, rtol=0.01)
+
+
+def test_a_bias_that_k_lacks_is_added_where_k_is_read(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2", num_hidden_layers=4, **FITTING)
+    decoder = load(tmp_path)
+    wanted, apart = logits(decoder), []
+    for layer in decoder._layers:
+        bias = layer.qkv.bias
+        assert bias is not None
+        keys = bias[4 * 64 : 6 * 64]
+        apart.append(RotatedBias(keys.view(2, 64).float(), decoder._rotary, Turns.of(decoder._rotary)))
+        keys.zero_()
+    assert (logits(decoder) - wanted).abs().max() > 0.2
+    decoder.k_biases = apart
+    torch.testing.assert_close(logits(decoder), wanted, atol=0.01, rtol=0.01)
 
 
 def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:

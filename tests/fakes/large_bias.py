@@ -1,0 +1,34 @@
+"""A bias of K that drowns what K says, and what an fp16 pool would make of it."""
+
+from __future__ import annotations
+
+import torch
+from coldblock.kernels.rotated_bias import RotatedBias, Turns
+from torch import Tensor
+
+
+def large_bias(
+    kv_heads: int, head_dim: int, positions: int, device: str = "cuda", theta: float = 1e6, factor: float = 1.0
+) -> RotatedBias:
+    """Of norm 400 in each KV head, as Qwen2's first layer has it: a few channels are far larger than the others."""
+    torch.manual_seed(head_dim)
+    values = torch.randn(kv_heads, head_dim)
+    values[:, 5::40] *= 8
+    values *= 400 / values.norm(dim=1, keepdim=True)
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    rotary = torch.view_as_real(torch.polar(torch.full_like(angles, factor), angles)).float()
+    rotary = rotary.contiguous().to(device)
+    return RotatedBias(values.to(device), rotary, Turns.of(rotary))
+
+
+class RoundedBias(RotatedBias):
+    """For references: K is completed and then rounded as an fp16 pool rounds it."""
+
+    def add_to(self, keys: Tensor, first: int) -> None:
+        RotatedBias.add_to(self, keys, first)
+        keys.copy_(keys.half())
+
+
+def rounded(bias: RotatedBias) -> RoundedBias:
+    return RoundedBias(bias.values, bias.rotary, bias.turns)
