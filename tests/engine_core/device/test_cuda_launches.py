@@ -19,6 +19,7 @@ from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cuda_executor import LEAST_ROWS, SHORT_STEP_READS, CudaExecutor
 from coldblock.kernels import (
+    block_copy,
     checks,
     decode_attention,
     fused,
@@ -34,7 +35,7 @@ from coldblock.kernels import (
     w8,
 )
 from coldblock.kernels.loader import Argument
-from cuda_on_cpu import emulate_device
+from cuda_on_cpu import copy_blocks, emulate_device
 from large_bias import large_bias
 from tiny_models import chunk, edit_config, quantize, save_tiny
 from torch import Tensor
@@ -107,6 +108,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
+    monkeypatch.setattr(block_copy, "copy_blocks", copy_blocks)  # no kernel
     monkeypatch.setattr(pages, "check_place", check_place)
     for module in (w4, w8, checks, rotated_bias):
         monkeypatch.setattr(module, "check_place", check_place)
