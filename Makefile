@@ -53,7 +53,7 @@ lint: $(STAMP) ## ruff: rules and format
 
 typecheck: $(STAMP) ## mypy --strict on what decides and what is public
 	@mkdir -p $(TYPING)
-	@for part in __init__.py settings.py engine_core frontend kernels protocol tools; do ln -sfn ../../../$$part $(TYPING)/$$part; done
+	@for part in __init__.py settings.py logs.py progress.py engine_core frontend kernels protocol tools; do ln -sfn ../../../$$part $(TYPING)/$$part; done
 	@cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(addprefix coldblock/,$(TYPED))
 
 bench: $(STAMP) ## the benchmarks, into docs/results

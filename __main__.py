@@ -16,12 +16,12 @@ COMMANDS = {
     "engine": ("engine_core.main", "run the engine-core process alone"),
     "frontend": ("frontend.main", "run an HTTP frontend for running engines"),
     "chat": ("tools.chat", "chat with a running engine in the terminal"),
-    "top": ("tools.top", "watch a running engine: tiers, requests, swaps"),
+    "top": ("tools.top.main", "watch a running engine: tiers, requests, swaps"),
     "demo": ("tools.demo", "two answers, one small pool: see a swap happen"),
     "fetch-model": ("tools.fetch_model", "fetch a known model into the cache"),
     "validate": ("tools.validate", "hold this GPU's kernels against their references"),
     "eval": ("tools.eval_kv", "what each KV format costs a model's quality: eval kv MODEL"),
-    "bench": ("tools.bench.main", "benchmarks: serve, swap, jitter, kernels"),
+    "bench": ("tools.bench.main", "benchmarks: serve, swap, jitter, kernels; compare two reports"),
 }
 EXIT_CODES = "0 done, 1 failed, 2 wrong usage, 3 no engine reachable, 130 interrupted"
 

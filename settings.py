@@ -10,13 +10,12 @@ reads the sections that its settings class names and refuses keys in them that i
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import yaml
 from pydantic import Field, ValidationError
@@ -35,8 +34,6 @@ EXIT_FAILED = 1  # it ran and failed
 EXIT_USAGE = 2  # a wrong flag, value, variable or file; nothing was started
 EXIT_UNREACHABLE = 3  # no engine answers at the endpoint
 EXIT_INTERRUPTED = 130  # ended by Ctrl-C
-
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 _ENV_PREFIX = "COLDBLOCK_"
 _FILE_SECTIONS = ("engine", "frontend")
@@ -198,8 +195,3 @@ def models_dir() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coldblock" / "models"
     except RuntimeError as error:
         raise UsageError("there is no home folder for fetched models: set COLDBLOCK_MODELS_DIR") from error
-
-
-def setup_logging(level: LogLevel) -> None:
-    """Log lines of this process on stderr, one format everywhere."""
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")

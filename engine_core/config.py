@@ -12,7 +12,8 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
-from ..settings import LogLevel, Settings
+from ..logs import LogFormat, LogLevel
+from ..settings import Settings
 from .kv_layout import KV_CACHE_DTYPES, resolve_kv_cache_dtype
 
 MAX_SEED = 2**63 - 1
@@ -72,9 +73,14 @@ class EngineSettings(Settings):
         description="CPU threads; all cores if absent, fewer are faster on a busy machine",
     )
     endpoint: str | None = Field(None, description="where requests arrive: ipc://PATH or tcp://HOST:PORT")
-    events_endpoint: str | None = Field(None, description="where stats and swap events are published")
+    events_endpoint: str | None = Field(None, description="where stats, swap and KV events are published")
+    kv_events: bool = Field(
+        False, description="publish which token prefixes are in which tier, for routers; tells token ids of prompts"
+    )
+    kv_replay_endpoint: str | None = Field(None, description="where KV events can be asked for again")
     peer_timeout_s: float = Field(10.0, gt=0, description="a peer silent for so long has its requests aborted")
     log_level: LogLevel = Field("info", description="least severe log lines to print")
+    log_format: LogFormat = Field("human", description="log lines for people, or one JSON object a line")
 
     @model_validator(mode="after")
     def _a_step_holds_every_sequence(self) -> EngineSettings:
@@ -83,6 +89,14 @@ class EngineSettings(Settings):
                 f"--max-num-batched-tokens: {self.max_num_batched_tokens} is not allowed: a step must hold one token "
                 f"of each sequence, so at least --max-num-seqs ({self.max_num_seqs})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _events_tell_of_the_prefix_cache(self) -> EngineSettings:
+        if self.kv_events and not self.prefix_cache:
+            raise ValueError("--kv-events: they tell what is in the prefix cache; not allowed with --no-prefix-cache")
+        if self.kv_replay_endpoint is not None and not self.kv_events:
+            raise ValueError(f"--kv-replay-endpoint: {self.kv_replay_endpoint} is allowed with --kv-events only")
         return self
 
     @field_validator("kv_cache_dtype")

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from .commands import Add, Cancel, Command, Report, Shutdown
 from .control.scheduler import Refusal, Scheduler
+from .control.tier_log import TierChange
 from .control.updates import Update
 from .device.executor import Executor
 
 log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 2e-4  # Python's own 5 ms are several steps: so long could the socket thread hold up the loop
 IDLE_S = 0.5  # an idle loop turns twice a second, so that a watcher can tell idle from stuck
 
 
@@ -32,6 +35,8 @@ class Port(Protocol):
         """The commands that have arrived; waits up to `wait_s` seconds for the first."""
 
     def updates(self, updates: list[Update]) -> None: ...
+
+    def tier_changes(self, changes: list[TierChange]) -> None: ...
 
     def refuse(self, request_id: str, field: str, value: str, allowed: str) -> None: ...
 
@@ -75,6 +80,7 @@ class Engine:
         """Step until `Shutdown` has been met. What is still open then is aborted, and its owner told."""
         gc.collect()
         gc.freeze()  # what was loaded stays: a later collection that looks through it would take as long as many steps
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         while not self._stopped():
             self.turned_at = self.clock()
             busy = self.step()
@@ -83,7 +89,7 @@ class Engine:
                 self._obey(command)
         for row in list(self.scheduler.requests()):
             self.scheduler.abort(row.request_id)
-        self.port.updates(self.scheduler.drain())
+        self._tell()
 
     def step(self) -> bool:
         """Begin the next step, complete the oldest unless it may stay in flight, tell. False: nothing was to do."""
@@ -97,13 +103,20 @@ class Engine:
             result = self.executor.complete_step()
             self._in_flight -= 1
             self.scheduler.apply(result)
+        self._tell()
+        if result is not None:
+            self.meter.stepped(self.clock() - started, result.seconds)
+        return plan is not None or result is not None
+
+    def _tell(self) -> None:
+        """Send what happened since the last call."""
         updates = self.scheduler.drain()
         if updates:
             self.port.updates(updates)
             self.meter.updated(updates, self.clock())
-        if result is not None:
-            self.meter.stepped(self.clock() - started, result.seconds)
-        return plan is not None or result is not None
+        changes = self.scheduler.drain_tier_changes()
+        if changes:
+            self.port.tier_changes(changes)
 
     def _obey(self, command: Command) -> None:
         match command:

@@ -1,7 +1,7 @@
 """The engine's sockets, on a thread of their own: bytes in, commands out; updates in, bytes out.
 
-Owns: the ROUTER and PUB sockets, the peers and which request is whose. Does not know: scheduling or tensors; it meets
-the step loop only through two queues, so that no socket ever makes a step wait.
+Owns: the ROUTERs and the PUB socket, the peers and which request is whose. Does not know: scheduling or tensors; it
+meets the step loop only through two queues, so that no socket ever makes a step wait.
 
 A peer that sends rubbish gets a `Fault`; one that reads too slowly, falls silent or leaves has its requests aborted.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import socket
 import threading
 import time
 from collections import defaultdict, deque
@@ -21,11 +22,14 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 import zmq
 
-from ..protocol import codec, messages, sockets
+from ..protocol import codec, kv_events, messages, sockets
 from ..protocol.errors import ProtocolError
 from .commands import Add, Cancel, Command, Report, Shutdown
 from .control.sampling import Sampling
+from .control.tier_log import TierChange
 from .control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
+from .exporter import ExporterLease
+from .kv_feed import KVFeed
 
 if TYPE_CHECKING:
     from .control.scheduler import Scheduler
@@ -36,7 +40,9 @@ POLL_MS = 250
 PAUSE_S = 1.0  # a longer gap between two sweeps means that this process itself stood still
 MAX_BACKLOG = 8192  # messages kept for one peer beyond its socket's own queue
 
-Snapshot = Callable[["Scheduler", int], messages.Stats]
+State = Callable[[], messages.Stats]
+"""A snapshot taken by the step loop; called on the socket thread, it makes the message."""
+Snapshot = Callable[["Scheduler", int], State]
 
 
 @dataclass
@@ -44,7 +50,8 @@ class Peer:
     """One connected client, from a `Hello` to the next. `backlog`: messages its full socket queue did not take.
 
     `requests`: its own ids of its open requests, and the engine-wide ones. `session` is part of the latter: what an
-    earlier session left behind never meets a later one.
+    earlier session left behind never meets a later one. `exporter`: under which name it last asked for metrics;
+    `stats_for`: the same, or "", for each of its requests for stats that was not answered yet.
     """
 
     identity: bytes
@@ -53,12 +60,14 @@ class Peer:
     heard_at: float
     requests: dict[str, str] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
+    stats_for: deque[str] = field(default_factory=deque)
+    exporter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _ToPeer:
-    peer: bytes
-    stats: messages.Stats
+class _Report:
+    peer: bytes | None
+    state: State
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +78,34 @@ class _Refusal:
     allowed: str
 
 
-Outgoing = list[Update] | _Refusal | _ToPeer | messages.Stats
+@dataclass(frozen=True, slots=True)
+class _TierChanges:
+    changes: list[TierChange]
+
+
+Outgoing = list[Update] | _Refusal | _Report | _TierChanges
 
 
 class IpcPort:
-    """The `Port` of the engine. Construction binds both endpoints; `start` begins to answer.
+    """The `Port` of the engine. Construction binds the endpoints; `start` begins to answer. KV events are published,
+    and told again at `replay_endpoint`, if there is one.
 
     Raises `ColdblockError` when an endpoint cannot be bound.
     """
 
-    def __init__(self, endpoint: str, events_endpoint: str, *, peer_timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: str, events_endpoint: str, *, peer_timeout_s: float, replay_endpoint: str | None = None
+    ) -> None:
         self._context = zmq.Context()
         self._router = sockets.engine_router(self._context, endpoint)
         self._publisher = sockets.publisher(self._context, events_endpoint)
+        self._replay = sockets.replay_router(self._context, replay_endpoint) if replay_endpoint else None
         self._peer_timeout_s = peer_timeout_s
         self._peers: dict[bytes, Peer] = {}
         self._owners: dict[str, tuple[Peer, str]] = {}  # of open requests, by engine-wide id: the peer, and its own id
+        self._traces: dict[str, messages.TraceContext] = {}  # of open requests that have one, by engine-wide id
         self._sessions = itertools.count(1)
+        self._lease = ExporterLease()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outgoing: deque[Outgoing] = deque()
         self._woken = False  # a wake is on its way to the socket thread
@@ -104,6 +124,11 @@ class IpcPort:
         self._model = welcome.model
         self._snapshot = snapshot
         self._step_age = step_age
+        if self._replay is not None:
+            topic = kv_events.topic(socket.gethostname(), welcome.model.name)
+            self._feed = KVFeed(self._publisher, self._replay, topic, welcome.model.block_size)
+            told_again_at = self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
+            log.info("KV events: %s at %s, again at %s", topic.decode(), welcome.events_endpoint, told_again_at)
         self._thread.start()
 
     # ------------------------------------------------------------ called by the engine's thread
@@ -128,14 +153,17 @@ class IpcPort:
         """Tell the owners of these requests what happened."""
         self._send(updates)
 
+    def tier_changes(self, changes: list[TierChange]) -> None:
+        """Publish these as KV events."""
+        self._send(_TierChanges(changes))
+
     def refuse(self, request_id: str, field: str, value: str, allowed: str) -> None:
         """Tell the owner that the request was not taken."""
         self._send(_Refusal(request_id, field, value, allowed))
 
     def report(self, scheduler: Scheduler, peer: bytes | None) -> None:
         """Send the engine's state to one peer, or publish it when `peer` is None."""
-        stats = self._snapshot(scheduler, len(self._peers))
-        self._send(stats if peer is None else _ToPeer(peer, stats))
+        self._send(_Report(peer, self._snapshot(scheduler, len(self._peers))))
 
     def close(self) -> None:
         """Send what is queued, then close the sockets."""
@@ -143,8 +171,9 @@ class IpcPort:
         if self._thread.is_alive():
             self._wake()
             self._thread.join(timeout=5)
-        for socket in (self._wake_out, self._wake_in, self._router, self._publisher):
-            socket.close()
+        for opened in (self._wake_out, self._wake_in, self._router, self._publisher, self._replay):
+            if opened is not None:
+                opened.close()
         self._context.term()
 
     def _send(self, item: Outgoing) -> None:
@@ -172,6 +201,8 @@ class IpcPort:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, zmq.POLLIN)
         swept_at = time.monotonic()
         while not self._closing:
             ready = dict(poller.poll(POLL_MS))
@@ -181,6 +212,8 @@ class IpcPort:
             self._deliver_all()
             if self._router in ready:
                 self._receive()
+            if self._replay in ready:
+                self._feed.answer()
             now = time.monotonic()
             if now - swept_at >= POLL_MS / 1000:
                 self._sweep(now, now - swept_at)
@@ -219,7 +252,11 @@ class IpcPort:
                         self._commands.put(Cancel(request_id))
             case messages.Ping(sequence):
                 self._write(identity, messages.Pong(sequence, self._step_age()))
-            case messages.StatsRequest():
+            case messages.StatsRequest(exporter):
+                if exporter:
+                    peer.exporter = exporter
+                    self._lease.ask(exporter, now)
+                peer.stats_for.append(exporter)
                 self._commands.put(Report(identity))
             case messages.Goodbye():
                 self._forget(identity)
@@ -242,11 +279,13 @@ class IpcPort:
             refused = messages.Refused(submit.request_id, "request_id", submit.request_id, "an id that is not in use")
             self._write(identity, refused)
             return
-        prompt = codec.unpack_tokens(submit.prompt)
+        prompt = codec.unpack_array(submit.prompt)
         sampling = Sampling(**msgspec.structs.asdict(submit.sampling))
         request_id = join_id(identity, peer.session, submit.request_id)
         peer.requests[submit.request_id] = request_id
         self._owners[request_id] = (peer, submit.request_id)
+        if submit.trace is not None:
+            self._traces[request_id] = submit.trace
         self._commands.put(Add(request_id, prompt, sampling, submit.priority))
 
     def _sweep(self, now: float, elapsed: float) -> None:
@@ -270,7 +309,10 @@ class IpcPort:
         if peer is not None:
             for request_id in peer.requests.values():
                 del self._owners[request_id]
+                self._traces.pop(request_id, None)
                 self._commands.put(Cancel(request_id))
+            if all(other.exporter != peer.exporter for other in self._peers.values()):
+                self._lease.leave(peer.exporter)
 
     # ------------------------------------------------------------ sending
 
@@ -284,11 +326,23 @@ class IpcPort:
                     if owner := self._disown(request_id):
                         peer, own_id = owner
                         self._write(peer.identity, messages.Refused(own_id, field, value, allowed))
-                case _ToPeer(identity, stats):
-                    if identity in self._peers:
-                        self._write(identity, stats)
-                case messages.Stats():
-                    self._publish(sockets.TOPIC_STATS, item)
+                case _Report(None, state):
+                    self._publish(sockets.TOPIC_STATS, state())
+                case _Report(identity, state):
+                    self._answer(identity, state)
+                case _TierChanges(changes):
+                    self._feed.tell(changes)
+
+    def _answer(self, identity: bytes, state: Callable[[], messages.Stats]) -> None:
+        """To an exporter, with the metrics only if it is the one that has them."""
+        peer = self._peers.get(identity)
+        if peer is None or not peer.stats_for:  # it is gone, or has said hello again since
+            return
+        stats = state()
+        if exporter := peer.stats_for.popleft():
+            metrics = stats.metrics if exporter == self._lease.holder else ()
+            stats = msgspec.structs.replace(stats, exporter=self._lease.holder, metrics=metrics)
+        self._write(identity, stats)
 
     def _deliver(self, updates: list[Update]) -> None:
         """One `Tokens` a peer; a swap event goes out in its place between a request's tokens."""
@@ -325,6 +379,7 @@ class IpcPort:
     def _disown(self, request_id: str) -> tuple[Peer, str] | None:
         """The owner of a request whose last word this is."""
         owner = self._owners.pop(request_id, None)
+        self._traces.pop(request_id, None)
         if owner is not None:
             peer, own_id = owner
             del peer.requests[own_id]
@@ -345,6 +400,7 @@ class IpcPort:
             time=time.time(),
             detail=update.detail,
             queued_s=update.queued_s,
+            trace=self._traces.get(update.request_id),
         )
 
     def _publish(self, topic: bytes, message: messages.EngineMessage | messages.Stats) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -16,14 +15,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..logs import setup, tell
 from ..protocol import messages, sockets
 from ..protocol.client import AsyncClient
 from ..protocol.errors import ColdblockError, EngineUnreachable
-from ..settings import EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE, UsageError, load, models_dir, setup_logging
+from ..settings import EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE, UsageError, load, models_dir
 from .commands import Shutdown
 from .config import EngineSettings, StatusSettings
 from .control.config import max_request_blocks
 from .control.scheduler import Scheduler, SchedulerConfig
+from .decisions import DEFAULT_CPU_OFFLOAD_MB, MIB, describe_start
 from .engine import Engine
 from .errors import EngineError, SettingError
 from .ipc import IpcPort
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MIB = 2**20
-DEFAULT_CPU_OFFLOAD_MB = 2048
-MEMORY_PARTS = ("free", "weights", "workspace", "graphs", "reserve")  # of `describe`, in the line at start
 PROG = "coldblock engine"
 DRAIN_S = 10.0  # how long open requests may go on after SIGTERM; not at all after a second one
 SHAPES = Path(__file__).parent / "models" / "shapes"  # a config.json each, for --load-format dummy
@@ -55,13 +53,13 @@ def main(argv: list[str]) -> int:
             summary = "Print a running engine's state as JSON."
             return print_status(load(StatusSettings, argv, prog=PROG, summary=summary))
         settings = load(EngineSettings, argv, prog=PROG, summary=__doc__.split("\n")[0])
-        setup_logging(settings.log_level)
+        setup(settings.log_level, settings.log_format, "engine")
         return serve(settings)
     except (UsageError, SettingError) as error:  # both name the flag to change
-        print(f"{PROG}: {error}", file=sys.stderr)
+        tell(PROG, str(error), level=logging.ERROR)
         return EXIT_USAGE
     except (ColdblockError, EngineError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        tell(PROG, str(error), level=logging.ERROR)
         return EXIT_FAILED
 
 
@@ -77,7 +75,7 @@ def print_status(settings: StatusSettings) -> int:
     try:
         stats = asyncio.run(ask())
     except EngineUnreachable as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        tell(PROG, str(error), level=logging.ERROR)
         return EXIT_UNREACHABLE
     print(msgspec.json.format(msgspec.json.encode(stats), indent=2).decode())
     return EXIT_OK
@@ -93,7 +91,12 @@ def serve(settings: EngineSettings) -> int:
     events_endpoint = checked_endpoint(
         "--events-endpoint", settings.events_endpoint or sockets.default_events_endpoint()
     )
-    port = IpcPort(endpoint, events_endpoint, peer_timeout_s=settings.peer_timeout_s)
+    port = IpcPort(
+        endpoint,
+        events_endpoint,
+        peer_timeout_s=settings.peer_timeout_s,
+        replay_endpoint=replay_endpoint(settings),
+    )
     try:
         executor = load_executor(settings, checkpoint)
         model = describe_model(settings, checkpoint, model_config, executor)
@@ -104,7 +107,7 @@ def serve(settings: EngineSettings) -> int:
             events_endpoint=events_endpoint,
             peer_timeout_s=settings.peer_timeout_s,
         )
-        stats = EngineStats(model, welcome.engine_id, endpoint)
+        stats = EngineStats(model, welcome.engine_id, endpoint, executor.link_peak)
         engine = Engine(Scheduler(scheduler_config(settings, model)), executor, port, stats)
         with stopping(lambda drain_s: port.command(Shutdown(drain_s)), DRAIN_S, lambda: end_by_force(engine)):
             port.start(welcome, stats.snapshot, lambda: time.monotonic() - engine.turned_at)
@@ -118,12 +121,11 @@ def serve(settings: EngineSettings) -> int:
 
 def end_by_force(engine: Engine) -> None:
     """The end of an engine that was told to stop and did not: most likely a step never returns from the device."""
-    print(
-        f"{PROG}: told to stop and did not, so it is ended by force and open requests are lost: "
-        f"its step loop last turned {time.monotonic() - engine.turned_at:.0f} s ago",
-        file=sys.stderr,
-        flush=True,
+    text = (
+        "told to stop and did not, so it is ended by force and open requests are lost: "
+        f"its step loop last turned {time.monotonic() - engine.turned_at:.0f} s ago"
     )
+    tell(PROG, text, level=logging.ERROR)
     os._exit(EXIT_FAILED)
 
 
@@ -140,6 +142,13 @@ def find_checkpoint(model: str, load_format: str) -> Path:
         f"MODEL: {model!r} is neither a folder with a config.json nor a fetched model in {models_dir()}; "
         f"`coldblock fetch-model --help` lists the names it knows; with --load-format dummy, {shapes} will do too"
     )
+
+
+def replay_endpoint(settings: EngineSettings) -> str | None:
+    """Where KV events are told again, if they are told at all."""
+    if not settings.kv_events:
+        return None
+    return checked_endpoint("--kv-replay-endpoint", settings.kv_replay_endpoint or sockets.default_replay_endpoint())
 
 
 def checked_endpoint(flag: str, endpoint: str) -> str:
@@ -169,8 +178,6 @@ def load_executor(settings: EngineSettings, checkpoint: Path) -> LoadedExecutor:
     executor: LoadedExecutor
     if settings.device == "cuda" and reason is not None:
         raise UsageError(f"--device: 'cuda' is not allowed: {reason}; use --device cpu")
-    if reason is not None:
-        log.info("--device auto takes the CPU: %s", reason)
     if settings.device == "cpu" or reason is not None:
         from .device.cpu_executor import CpuExecutor
 
@@ -179,7 +186,9 @@ def load_executor(settings: EngineSettings, checkpoint: Path) -> LoadedExecutor:
         from .device.cuda_executor import CudaExecutor
 
         executor = CudaExecutor(config)
-    log.info("%s", memory_line(settings, executor))
+    max_model_len = settings.max_model_len or executor.model_config.max_position_embeddings
+    line, fields = describe_start(settings, executor.describe(), max_model_len, reason)
+    log.info("%s", line, extra={"fields": fields})
     return executor
 
 
@@ -215,22 +224,6 @@ def _cpu_offload_bytes(settings: EngineSettings) -> int:
     if settings.max_cpu_offload_mb is not None:
         return settings.max_cpu_offload_mb * MIB
     return min(DEFAULT_CPU_OFFLOAD_MB * MIB, available_memory() // 4)
-
-
-def memory_line(settings: EngineSettings, executor: LoadedExecutor) -> str:
-    """What was decided at start, and the memory it takes, in one line."""
-    sizes = executor.describe()
-    where = sizes.get("gpu") or f"the CPU, threads: {sizes['threads']}"
-    taken = [f"{part} {_mib(sizes[part + '_bytes'])}" for part in MEMORY_PARTS if part + "_bytes" in sizes]
-    pool = f"{sizes['kv_blocks']} blocks of {settings.block_size} tokens = {_mib(sizes['kv_bytes'])}"
-    return (
-        f"{settings.model} on {where}, {', '.join(taken)}, KV {sizes['kv_format']} {pool}, "
-        f"CPU tier up to {sizes['cpu_tier_blocks']} blocks = {_mib(sizes['cpu_tier_bytes'])}"
-    )
-
-
-def _mib(size: str | int) -> str:
-    return f"{int(size) / MIB:,.1f} MiB"
 
 
 def describe_model(
@@ -278,4 +271,5 @@ def scheduler_config(settings: EngineSettings, model: messages.ModelInfo) -> Sch
         resume_order=settings.resume_order,
         swap_or_recompute=settings.swap_or_recompute,
         allow_oversize=settings.allow_oversize,
+        kv_events=settings.kv_events,
     )

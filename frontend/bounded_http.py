@@ -1,6 +1,6 @@
-"""The HTTP parser's protocol with an end to how long a request's head may be.
+"""The HTTP parser's protocol with an end to how long a request's head may be, and a way to cut a connection.
 
-Owns: the limit. Does not know: routes. Bodies are limited by the application, which sees them in parts.
+Owns: the limit, and `ABORT`. Does not know: routes. Bodies are limited by the application, which sees them in parts.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 128 * 1024
+ABORT = "abort"
+"""A request's `scope["state"]` has under this key the function that cuts its connection, with all that is unsent."""
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -27,6 +29,7 @@ class BoundedHttp(HttpToolsProtocol):
         """A head begins."""
         self._in_head = True
         super().on_message_begin()
+        self.scope["state"][ABORT] = self.transport.abort
 
     def on_headers_complete(self) -> None:
         """The head is complete."""

@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
+from ..logs import LogFormat, LogLevel
 from ..protocol.errors import ColdblockError
 from ..protocol.sockets import CurveKeys, check_endpoint, default_endpoint
-from ..settings import LogLevel, Settings
+from ..settings import Settings
 
 
 def _split(value: Any) -> Any:
@@ -49,6 +50,8 @@ class FrontendSettings(Settings):
     max_body_mb: int = Field(32, ge=1, le=1024, description="largest request body, in MiB")
     shutdown_timeout: int = Field(30, ge=0, description="seconds that open streams get to finish after SIGTERM")
     log_level: LogLevel = Field("info", description="least severe messages to log; debug also logs each request")
+    log_format: LogFormat = Field("human", description="log lines for people, or one JSON object a line")
+    log_prompts: bool = Field(False, description="log prompts and answers too; they are in no log otherwise")
 
     @field_validator("engine")
     @classmethod

@@ -109,9 +109,10 @@ class EnginePool:
             return None
         return self._problems.get(folders[0], "the tokenizer is being loaded")
 
-    async def stats(self) -> list[tuple[Engine, Stats | None]]:
-        """Each engine's stats; None for those that do not answer in time."""
-        return list(zip(self.engines, await asyncio.gather(*map(_stats_of, self.engines)), strict=True))
+    async def stats(self, exporter: str = "") -> list[tuple[Engine, Stats | None]]:
+        """Each engine's stats; None for those that do not answer in time. See `AsyncClient.stats` for `exporter`."""
+        answers = await asyncio.gather(*(_stats_of(engine, exporter) for engine in self.engines))
+        return list(zip(self.engines, answers, strict=True))
 
     def _living(self) -> list[tuple[Engine, ModelInfo]]:
         return [(e, e.client.model) for e in self.engines if e.client.alive and e.client.model is not None]
@@ -153,10 +154,10 @@ class EnginePool:
             await asyncio.sleep(_WATCH_INTERVAL_S)
 
 
-async def _stats_of(engine: Engine) -> Stats | None:
+async def _stats_of(engine: Engine, exporter: str) -> Stats | None:
     if not engine.client.alive:
         return None
     try:
-        return await engine.client.stats(timeout_s=_STATS_TIMEOUT_S)
+        return await engine.client.stats(_STATS_TIMEOUT_S, exporter=exporter)
     except ColdblockError:
         return None

@@ -7,9 +7,11 @@ Does not know: HTTP, JSON, or what a chunk looks like (`streams`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..protocol.client import Generation, TokenChunk
 from ..protocol.errors import ColdblockError
@@ -18,7 +20,12 @@ from .detokenizer import Detokenizer, StopStrings
 from .engines import Target
 from .errors import ApiError, engine_unavailable
 
+if TYPE_CHECKING:
+    from .spans import ChoiceSpans, RequestSpans
+
 Logprob = tuple[int, TokenLogprob]
+
+log = logging.getLogger("coldblock.frontend")
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Job:
     include_stop: bool = False
     priority: int = 0
     events: bool = False
+    log_prompts: bool = False
+    spans: RequestSpans | None = None
 
 
 @dataclass(slots=True)
@@ -92,12 +101,18 @@ async def run(job: Job, tally: Tally) -> AsyncGenerator[Delta]:
     sources = [_Choice(job, spec, tally).deltas() for spec in job.choices]
     merged = sources[0] if len(sources) == 1 else _interleave(sources)
     job.target.engine.open += len(sources)
+    error: BaseException | None = None
     try:
         async with aclosing(merged):
             async for delta in merged:
                 yield delta
+    except BaseException as caught:
+        error = caught
+        raise
     finally:
         job.target.engine.open -= len(sources)
+        if job.spans is not None:
+            job.spans.end(error)
 
 
 class _Choice:
@@ -112,32 +127,50 @@ class _Choice:
         self._detokenizer = Detokenizer(job.target.text.tokenizer, spec.prompt_ids)
         self._stops = StopStrings(job.stops, job.include_stop)
         self._logprobs: list[Logprob] = []
+        self._id = f"{job.id}-{spec.index}"
+        self._spans: ChoiceSpans | None = None
+        self._answer: list[str] = []  # kept for the log alone, where it is asked for
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         spec, job = self._spec, self._job
         if spec.sampling is None:
             yield Delta(spec.index, spec.echo, finish_reason="length")
             return
+        if job.log_prompts:
+            prompt = job.target.text.tokenizer.decode(list(spec.prompt_ids), skip_special_tokens=False)
+            log.info("request %s has the prompt %s", self._id, prompt)
         generation = await job.target.engine.client.submit(
-            spec.prompt_ids, spec.sampling, request_id=f"{job.id}-{spec.index}", priority=job.priority
+            spec.prompt_ids,
+            spec.sampling,
+            request_id=self._id,
+            priority=job.priority,
+            trace=job.spans.context if job.spans is not None else None,
         )
+        if job.spans is not None:
+            self._spans = job.spans.choice(spec.index, generation)
         try:
             if spec.echo:
                 yield Delta(spec.index, spec.echo)
             async for item in generation:
                 if isinstance(item, SwapEvent):
+                    if self._spans is not None:
+                        self._spans.swap(item)
                     if job.events:
                         yield Delta(spec.index, event=item)
                     continue
                 delta = self._absorb(item)
                 if delta is None:
                     continue
+                if self._spans is not None:
+                    self._spans.chunk(delta.finish_reason)
                 if delta.finish_reason is not None:
                     await _abort(generation)  # a stop string ended it; before the last delta, whose reader may be slow
                 yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
+            if job.log_prompts:
+                log.info("request %s was answered with %s", self._id, "".join(self._answer))
             await _abort(generation)
 
     def _absorb(self, chunk: TokenChunk) -> Delta | None:
@@ -156,6 +189,8 @@ class _Choice:
             text += self._stops.flush()
         if not text and reason is None:
             return None
+        if self._job.log_prompts:
+            self._answer.append(text)
         logprobs, self._logprobs = self._logprobs, []
         return Delta(self._spec.index, text, logprobs, reason)
 

@@ -12,7 +12,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -29,6 +30,8 @@ from ..protocol.client import AsyncClient
 from ..protocol.errors import ColdblockError
 from . import metrics
 from .config import FrontendSettings
+from .dashboard.feed import Feed
+from .dashboard.pages import INDEX, LiveStream, load_files
 from .engines import EnginePool, Target
 from .errors import ApiError, engine_unavailable, from_engine, invalid
 from .generation import ChoiceSpec, Delta, Job, Tally, run
@@ -43,10 +46,14 @@ from .openai_types import (
     parse,
     read_json,
 )
-from .streams import ChatFormat, ClientLeft, CompletionFormat, EventStream, Format, while_connected
+from .streams import ChatFormat, ClientLeft, CompletionFormat, DeltaStream, Format, while_connected
+
+if TYPE_CHECKING:
+    from .spans import Tracer
 
 CLIENT_LEFT_STATUS = 499
 EVENTS_HEADER = "x-coldblock-events"
+_NEEDS_KEY = ("/v1/", "/tokenize", "/detokenize", "/dashboard/events")  # if there are keys
 _SCHEMA_REF = "#/components/schemas/{model}"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -57,17 +64,23 @@ def create_app(
     settings: FrontendSettings,
     clients: Sequence[AsyncClient],
     *,
-    worker: str = "0",
+    exporter: str | None = None,
     on_ready: Callable[[Target], None] | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
-    """The application over one client an engine (in the order of `settings.engine`), which it connects and closes."""
+    """The application over one client an engine (in the order of `settings.engine`), which it connects and closes.
+
+    Its `state.end_streams` ends the replies that have no end of their own: for a server that stops and waits for them.
+    `exporter` names this frontend to engines, which give their metrics to one frontend; its workers share the name.
+    """
     pool = EnginePool(
         list(zip(settings.engine, clients, strict=True)),
         served_model_name=settings.served_model_name,
         tokenizer=settings.tokenizer,
         on_ready=on_ready,
     )
-    http_metrics = metrics.HttpMetrics(worker)
+    http_metrics = metrics.HttpMetrics()
+    feed = Feed(pool.engines, pool.name_of)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -76,9 +89,12 @@ def create_app(
             yield
         finally:
             await pool.close()
+            if tracer is not None:
+                await tracer.close()
 
     app = FastAPI(title="Coldblock", version=__version__, lifespan=lifespan)
-    handlers = _Handlers(pool, http_metrics)
+    app.state.end_streams = feed.close
+    handlers = _Handlers(pool, http_metrics, feed, exporter or uuid.uuid4().hex, settings.log_prompts, tracer)
     for path, method, handler, body_type in handlers.routes():
         extra = _reference(body_type) if body_type is not None else None
         app.add_api_route(path, handler, methods=[method], openapi_extra=extra, response_model=None)
@@ -96,9 +112,22 @@ def create_app(
 class _Handlers:
     """One method a route."""
 
-    def __init__(self, pool: EnginePool, http_metrics: metrics.HttpMetrics) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        http_metrics: metrics.HttpMetrics,
+        feed: Feed,
+        exporter: str,
+        log_prompts: bool,
+        tracer: Tracer | None,
+    ) -> None:
         self._pool = pool
+        self._tracer = tracer
         self._http_metrics = http_metrics
+        self._feed = feed
+        self._page = load_files()
+        self._exporter = exporter
+        self._log_prompts = log_prompts
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any], type[BaseModel] | None]]:
         """Path, method, handler, and the type of the body."""
@@ -112,6 +141,9 @@ class _Handlers:
             ("/health", "GET", self.health, None),
             ("/metrics", "GET", self.metrics, None),
             ("/version", "GET", self.version, None),
+            ("/dashboard", "GET", self.dashboard, None),
+            ("/dashboard/events", "GET", self.dashboard_events, None),
+            ("/dashboard/{name}", "GET", self.dashboard_file, None),
         ]
 
     async def models(self) -> Response:
@@ -143,6 +175,7 @@ class _Handlers:
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts."""
+        began_ns = time.time_ns()
         body = await _body(CompletionBody, request)
         target = await self._pool.choose(body.model)
         choices: list[ChoiceSpec] = []
@@ -152,11 +185,12 @@ class _Handlers:
             if body.echo:
                 echo = prompt if isinstance(prompt, str) else await target.text.decode(ids)
             choices += _choices(body, target, ids, first=len(choices), echo=echo)
-        job = _job("cmpl-", body, target, choices, request)
-        return await _respond(job, body, CompletionFormat, request)
+        job = self._job("cmpl-", body, target, choices, request)
+        return await _respond(self._traced(job, "text_completion", request, began_ns), body, CompletionFormat, request)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
+        began_ns = time.time_ns()
         body = await _body(ChatBody, request)
         target = await self._pool.choose(body.model)
         text = await target.text.render(
@@ -165,8 +199,29 @@ class _Handlers:
             options=body.chat_template_kwargs,
         )
         ids = await _prompt_ids(target, text, param="messages")
-        job = _job("chatcmpl-", body, target, _choices(body, target, ids), request)
-        return await _respond(job, body, ChatFormat, request)
+        job = self._job("chatcmpl-", body, target, _choices(body, target, ids), request)
+        return await _respond(self._traced(job, "chat", request, began_ns), body, ChatFormat, request)
+
+    def _job(
+        self, prefix: str, body: GenerationBody, target: Target, choices: list[ChoiceSpec], request: Request
+    ) -> Job:
+        return Job(
+            id=prefix + uuid.uuid4().hex,
+            target=target,
+            choices=tuple(choices),
+            n=body.n,
+            stops=tuple(body.stops),
+            include_stop=body.include_stop_str_in_output,
+            priority=body.priority,
+            log_prompts=self._log_prompts,
+            events=body.stream and request.headers.get(EVENTS_HEADER) == "1",
+        )
+
+    def _traced(self, job: Job, operation: str, request: Request, began_ns: int) -> Job:
+        """The job with a span of its own, when tracing is on."""
+        if self._tracer is None:
+            return job
+        return replace(job, spans=self._tracer.begin(job, operation, request.headers, began_ns))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a chat's prompt."""
@@ -204,14 +259,28 @@ class _Handlers:
         return Response(status_code=200)
 
     async def metrics(self) -> Response:
-        """Prometheus metrics of this frontend and its engines."""
-        stats = await self._pool.stats()
+        """Prometheus metrics of this frontend, and of its engines unless another frontend exports them."""
+        stats = await self._pool.stats(self._exporter)
         text = metrics.render(self._http_metrics, [(engine.endpoint, found) for engine, found in stats])
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
     async def version(self) -> Response:
         """Coldblock's version."""
         return _json({"version": __version__})
+
+    async def dashboard(self) -> Response:
+        """The live page: tiers, requests and swaps of every engine."""
+        return self._page[INDEX]
+
+    async def dashboard_file(self, name: str) -> Response:
+        """A file of the live page."""
+        if name not in self._page:
+            raise ApiError(404, f"no file {name!r} of the dashboard; it is at /dashboard")
+        return self._page[name]
+
+    async def dashboard_events(self) -> Response:
+        """What the live page shows, as server-sent events: each engine's state twice a second, and its swaps."""
+        return LiveStream(self._feed)
 
 
 async def _body(body_type: type[BodyT], request: Request) -> BodyT:
@@ -265,19 +334,6 @@ def _choices(
     return [ChoiceSpec(first + index, ids, sampling, echo) for index, sampling in enumerate(samplings)]
 
 
-def _job(prefix: str, body: GenerationBody, target: Target, choices: list[ChoiceSpec], request: Request) -> Job:
-    return Job(
-        id=prefix + uuid.uuid4().hex,
-        target=target,
-        choices=tuple(choices),
-        n=body.n,
-        stops=tuple(body.stops),
-        include_stop=body.include_stop_str_in_output,
-        priority=body.priority,
-        events=body.stream and request.headers.get(EVENTS_HEADER) == "1",
-    )
-
-
 async def _respond(job: Job, body: GenerationBody, format_type: type[Format], request: Request) -> Response:
     """Run the job and reply, at once or as a stream. What fails before the first delta becomes an HTTP status."""
     tally = Tally(job)
@@ -296,7 +352,7 @@ async def _respond(job: Job, body: GenerationBody, format_type: type[Format], re
     try:
         if body.stream:
             first = await while_connected(request.receive, anext(deltas))
-            return EventStream(first, deltas, chunks)
+            return DeltaStream(first, deltas, chunks)
         return Response(chunks.whole(await while_connected(request.receive, collect())), media_type="application/json")
     except ClientLeft:
         return Response(status_code=CLIENT_LEFT_STATUS)
@@ -350,16 +406,27 @@ class Gate:
             broken = ApiError(500, f"internal error; request id {request_id}", code="internal_error")
             await _error_response(broken)(scope, receive, send_with_id)
         finally:
-            self._metrics.end(path, status, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self._metrics.end(path, status, seconds)
+            if log.isEnabledFor(logging.DEBUG):
+                self._log(scope["method"], path, status, seconds, request_id)
+
+    def _log(self, method: str, path: str, status: int, seconds: float, request_id: str) -> None:
+        """The access log. `path` is a route: what clients make up, queries too, may hold a prompt."""
+        fields = {"method": method, "path": path, "status": status, "seconds": seconds, "request_id": request_id}
+        log.debug("%s %s %d in %.3f s, request %s", *fields.values(), extra={"fields": fields})
 
     def _metric_path(self, path: str) -> str:
-        if path.startswith("/v1/models/"):
-            return "/v1/models/{name}"
-        return path if path in self._paths else "other"
+        if path in self._paths:
+            return path
+        for prefix in ("/v1/models/", "/dashboard/"):
+            if path.startswith(prefix):
+                return prefix + "{name}"
+        return "other"
 
     def _admit(self, path: str, headers: Headers) -> None:
         """Raises a 401 or 413 `ApiError`."""
-        if self._keys and path.startswith(("/v1/", "/tokenize", "/detokenize")):
+        if self._keys and path.startswith(_NEEDS_KEY):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             sent = key.strip().encode("latin-1")  # the bytes as they came
             matches = [hmac.compare_digest(sent, known) for known in self._keys]

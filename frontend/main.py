@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,12 +23,16 @@ from typing import Any
 
 import uvicorn
 
+from ..logs import setup, tell
 from ..protocol.client import AsyncClient
 from ..settings import EXIT_FAILED, EXIT_OK, load
 from .bounded_http import BoundedHttp
 from .config import FrontendSettings
 from .engines import Target
 from .http import create_app
+from .metrics import SHARED_FOLDER
+from .server import HttpServer
+from .tracing import tracer_from
 
 PROG = "coldblock frontend"
 _BACKLOG = 2048
@@ -37,16 +42,22 @@ def main(argv: list[str]) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code."""
     summary = (__doc__ or "").partition("\n")[0]
     settings = load(FrontendSettings, argv, prog=PROG, summary=summary)
+    setup_logs(settings)
     try:
         listener = bind(settings.host, settings.port)
     except OSError as error:
-        print(f"{PROG}: {error.strerror}", file=sys.stderr)
+        tell(PROG, str(error.strerror), level=logging.ERROR)
         return EXIT_FAILED
     with listener:
         if settings.workers == 1:
             serve(settings, listener)
             return EXIT_OK
         return supervise(settings, listener)
+
+
+def setup_logs(settings: FrontendSettings, worker: str = "") -> None:
+    """Exceptions here may quote what a client sent, so their texts are withheld unless prompts may be logged."""
+    setup(settings.log_level, settings.log_format, f"frontend{worker}", exception_texts=settings.log_prompts)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -69,25 +80,33 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(settings: FrontendSettings, listener: socket.socket, worker: int = 0) -> None:
     """Run one worker in this process until a signal; open streams get `shutdown_timeout` seconds to finish."""
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     clients = [AsyncClient(endpoint, name=f"frontend:{os.getpid()}") for endpoint in settings.engine]
     url = _url(listener)
 
     def on_ready(target: Target) -> None:
         if worker == 0:
-            print(f"{PROG}: {url}/v1 (model {target.name}, engine {target.engine.endpoint})", flush=True)
+            ready = f"{url}/v1 (model {target.name}, engine {target.engine.endpoint})"
+            tell(PROG, ready, stream=sys.stdout)
 
+    app = create_app(
+        settings,
+        clients,
+        exporter=f"{socket.gethostname()} {url}/metrics",
+        on_ready=on_ready,
+        tracer=tracer_from(os.environ),
+    )
     config = uvicorn.Config(
-        create_app(settings, clients, worker=str(worker), on_ready=on_ready),
+        app,
         http=BoundedHttp,
         loop="uvloop",
         ws="none",
         log_level="warning" if settings.log_level == "info" else settings.log_level,
-        access_log=settings.log_level == "debug",
+        log_config=None,  # its lines go where ours go
+        access_log=False,  # it would log paths and queries as clients made them up; `http.Gate` logs each request
         timeout_graceful_shutdown=settings.shutdown_timeout,
         server_header=False,
     )
-    server = uvicorn.Server(config)
+    server = HttpServer(config, app.state.end_streams)
 
     def stop(number: int, frame: FrameType | None) -> None:
         """A signal outside the server's own handling: before it, while it loads, or its repetition at a clean end."""
@@ -105,8 +124,15 @@ def supervise(settings: FrontendSettings, listener: socket.socket) -> int:
         context.Process(target=_work, args=(settings.model_dump(), listener, index), name=f"worker-{index}")
         for index in range(settings.workers)
     ]
-    for process in workers:
-        process.start()
+    with tempfile.TemporaryDirectory(prefix="coldblock-metrics-") as folder:
+        os.environ[SHARED_FOLDER] = folder
+        for process in workers:
+            process.start()
+        return _watch(workers)
+
+
+def _watch(workers: Sequence[BaseProcess]) -> int:
+    """Until a signal, or until one ends."""
     stopping = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -117,7 +143,7 @@ def supervise(settings: FrontendSettings, listener: socket.socket) -> int:
     signal.signal(signal.SIGINT, stop)
     wait([process.sentinel for process in workers])
     if not stopping.is_set():
-        print(f"{PROG}: a worker process ended; stopping the others", file=sys.stderr)
+        tell(PROG, "a worker process ended; stopping the others", level=logging.ERROR)
         _terminate(workers)
     for process in workers:
         process.join()
@@ -127,8 +153,10 @@ def supervise(settings: FrontendSettings, listener: socket.socket) -> int:
 def _work(values: dict[str, Any], listener: socket.socket, index: int) -> None:
     """A worker process: serves with settings that its supervisor validated, and ends with it."""
     threading.Thread(target=_follow_parent, daemon=True).start()
+    settings = FrontendSettings.model_construct(**values)
+    setup_logs(settings, f"-{index}")
     with suppress(KeyboardInterrupt, asyncio.CancelledError):
-        serve(FrontendSettings.model_construct(**values), listener, index)
+        serve(settings, listener, index)
 
 
 def _follow_parent() -> None:

@@ -1,12 +1,16 @@
-"""What /metrics shows: this frontend's HTTP numbers and, beside them, each engine's own metrics.
+"""What /metrics shows: this frontend's HTTP numbers and, beside them, the metrics of each engine that it exports.
 
 Owns: the HTTP counters and the translation of `Stats.metrics` to Prometheus' text format.
 Does not know: what the engine counts. A metric it cannot make sense of is left out and logged, never fatal.
+
+A frontend is one thing to scrape: its workers, which share a port, count into files of one folder
+(`PROMETHEUS_MULTIPROC_DIR`, prometheus_client's own way), and whichever is asked shows the sum.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
@@ -14,10 +18,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from ..protocol.messages import Metric, Stats
 
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # to be set before prometheus_client is imported
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -25,43 +31,59 @@ log = logging.getLogger("coldblock.frontend")
 
 
 class HttpMetrics:
-    """Counters of one frontend process. `worker` tells processes apart that share a port."""
+    """Counters of one frontend."""
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps beside every series are noise
-        self.registry = CollectorRegistry()
-        requests = Counter(
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
             "coldblock_http_requests_total",
             "HTTP requests answered; status 499: the client left first.",
-            ("path", "status", "worker"),
-            registry=self.registry,
+            ("path", "status"),
+            registry=self._registry,
         )
-        latency = Histogram(
+        self._latency = Histogram(
             "coldblock_http_request_seconds",
             "Seconds from request to the end of the reply.",
-            ("path", "worker"),
+            ("path",),
             buckets=_LATENCY_BUCKETS,
-            registry=self.registry,
+            registry=self._registry,
         )
-        streams = Gauge(
-            "coldblock_http_open_requests", "HTTP requests being answered.", ("path", "worker"), registry=self.registry
+        self._open = Gauge(
+            "coldblock_http_open_requests",
+            "HTTP requests being answered.",
+            ("path",),
+            registry=self._registry,
+            multiprocess_mode="livesum",
         )
-        self._requests, self._latency, self._open, self._worker = requests, latency, streams, worker
 
     def begin(self, path: str) -> None:
         """A request came in. `path` is a route, never what a client made up."""
-        self._open.labels(path, self._worker).inc()
+        self._open.labels(path).inc()
 
     def end(self, path: str, status: int, seconds: float) -> None:
         """Its reply is complete."""
-        self._open.labels(path, self._worker).dec()
-        self._requests.labels(path, str(status), self._worker).inc()
-        self._latency.labels(path, self._worker).observe(seconds)
+        self._open.labels(path).dec()
+        self._requests.labels(path, str(status)).inc()
+        self._latency.labels(path).observe(seconds)
+
+    def text(self) -> bytes:
+        """These of all workers, in Prometheus' text format."""
+        registry = self._registry
+        if SHARED_FOLDER in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
 
 
 def render(http: HttpMetrics, engines: Sequence[tuple[str, Stats | None]]) -> bytes:
     """Everything in Prometheus' text format. `engines`: endpoint and stats, None for an engine that does not answer."""
-    return generate_latest(http.registry) + generate_latest(_EngineMetrics(engines))
+    elsewhere = [
+        f"# The metrics of the engine at {endpoint} are exported by {stats.exporter!r}\n"
+        for endpoint, stats in engines
+        if stats is not None and stats.exporter and not stats.metrics
+    ]
+    return http.text() + generate_latest(_EngineMetrics(engines)) + "".join(elsewhere).encode()
 
 
 class _EngineMetrics(Collector):

@@ -1,6 +1,6 @@
 """What deltas look like on the wire: server-sent events from byte templates, and whole replies.
 
-Owns: the JSON of completions and chat completions, streamed and not; the raw ASGI response that streams it.
+Owns: the JSON of completions and chat completions, streamed and not; the raw ASGI response that streams events.
 Does not know: how deltas come about.
 
 Only what changes is escaped for each chunk: building a chunk costs well under a microsecond, `json.dumps` three.
@@ -13,6 +13,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from msgspec.json import encode as json_bytes
@@ -200,36 +201,52 @@ class ChatFormat(Format):
         return {"content": content, "refusal": None}
 
 
-class EventStream(Response):
-    """Streams a job's deltas as server-sent events, and stops generating when the client disconnects.
-
-    `first` was already taken from `deltas`, so that errors before it could become an HTTP status.
-    """
+class EventStream(Response, ABC):
+    """A reply of server-sent events, ended as soon as the client disconnects."""
 
     media_type = "text/event-stream"
     charset = "utf-8"
 
-    def __init__(self, first: Delta, deltas: AsyncGenerator[Delta], chunks: Format) -> None:
+    def __init__(self) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientLeft):  # nobody is there to be told
+            await while_connected(receive, self._reply(scope, send))
+
+    async def _reply(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._stream(scope, send)
+
+    @abstractmethod
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        """Send the events, and end the body."""
+
+
+class DeltaStream(EventStream):
+    """Streams a job's deltas, and stops generating when the client disconnects.
+
+    `first` was already taken from `deltas`, so that errors before it could become an HTTP status.
+    """
+
+    def __init__(self, first: Delta, deltas: AsyncGenerator[Delta], chunks: Format) -> None:
+        super().__init__()
         self._first = first
         self._deltas = deltas
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._stream(send))
-        except ClientLeft:
-            pass  # nobody is there to be told
+            await super().__call__(scope, receive, send)
         finally:
             await self._deltas.aclose()  # wherever it was cancelled
 
-    async def _stream(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_chunk(send, self._chunks.chunk(self._first))
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        await send_chunk(send, self._chunks.chunk(self._first))
         try:
             async for delta in self._deltas:
-                await _send_chunk(send, self._chunks.chunk(delta))
+                await send_chunk(send, self._chunks.chunk(delta))
             last = self._chunks.tail()
         except ColdblockError as error:
             last = _error_event(from_engine(error))
@@ -238,7 +255,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _send_chunk(send: Send, body: bytes) -> None:
+async def send_chunk(send: Send, body: bytes) -> None:
+    """A part of a body that goes on."""
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 

@@ -22,7 +22,6 @@ from .errors import KernelArgumentError, KernelError
 from .loader import driver, error_text
 
 Ids = NDArray[np.int64]
-Addresses = NDArray[np.uint64]
 
 _DEFAULT_STREAM = 0
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -47,22 +46,28 @@ def copy_blocks(source: Tensor, reads: Ids, target: Tensor, writes: Ids, counts:
     check_layout("source", source, torch.uint8, [("blocks", None), ("block_bytes", None)])
     size = source.shape[1]
     check_layout("target", target, torch.uint8, [("blocks", None), ("block_bytes", size)])
-    _check_runs("reads", reads, counts, len(source))
-    _check_runs("writes", writes, counts, len(target))
+    if not len(reads) == len(writes) == len(counts):
+        raise KernelArgumentError(f"reads has {len(reads)} runs, writes {len(writes)}, counts {len(counts)}")
     if len(counts):
-        sources = (source.data_ptr() + reads * size).astype(np.uint64)
-        targets = (target.data_ptr() + writes * size).astype(np.uint64)
-        _copy()(targets, sources, (counts * size).astype(np.uint64), stream)
+        runs = np.array((writes, reads, counts))
+        _check_runs(runs, (target.shape[0], source.shape[0]))
+        runs *= size
+        runs[0] += target.data_ptr()
+        runs[1] += source.data_ptr()
+        _copy()(runs, stream)
 
 
-def _check_runs(name: str, first: Ids, counts: Ids, blocks: int) -> None:
-    if len(first) != len(counts):
-        raise KernelArgumentError(f"{name} has {len(first)} runs, counts has {len(counts)}")
-    if len(first) and (first.min() < 0 or counts.min() < 1 or (first + counts).max() > blocks):
-        raise KernelArgumentError(f"{name} reaches to block {(first + counts).max() - 1}; there are {blocks}")
+def _check_runs(runs: Ids, sizes: tuple[int, int]) -> None:
+    least, ends = runs.min(axis=1).tolist(), (runs[:2] + runs[2]).max(axis=1).tolist()
+    if least[2] < 1:
+        raise KernelArgumentError(f"counts has {least[2]}; allowed: at least 1")
+    for name, first, end, blocks in zip(("writes", "reads"), least[:2], ends, sizes, strict=True):
+        if first < 0 or end > blocks:
+            raise KernelArgumentError(f"{name} names blocks {first} to {end - 1}; allowed: 0 to {blocks - 1}")
 
 
-_Copy = Callable[[Addresses, Addresses, Addresses, int], None]
+_Copy = Callable[[Ids, int], None]
+"""Takes copies, int64 [3, runs] contiguous: the addresses to write to, those to read from, and the bytes; a stream."""
 
 
 @functools.cache
@@ -76,19 +81,18 @@ def _copy() -> _Copy:
     return _copy_one_by_one
 
 
-def _copy_together(
-    function: Any, last: tuple[Any, ...], targets: Addresses, sources: Addresses, sizes: Addresses, stream: int
-) -> None:
-    lists = [ctypes.c_void_p(array.ctypes.data) for array in (targets, sources, sizes)]
+def _copy_together(function: Any, last: tuple[Any, ...], copies: Ids, stream: int) -> None:
+    begin, row = copies.ctypes.data, copies.strides[0]
+    lists = ctypes.c_void_p(begin), ctypes.c_void_p(begin + row), ctypes.c_void_p(begin + 2 * row)
     attributes, from_first = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0)
-    one, count = ctypes.c_size_t(1), ctypes.c_size_t(len(sizes))
+    one, count = ctypes.c_size_t(1), ctypes.c_size_t(copies.shape[1])
     options = (ctypes.byref(attributes), ctypes.byref(from_first), one)
     _check(function(*lists, count, *options, *last, ctypes.c_void_p(stream)))
 
 
-def _copy_one_by_one(targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+def _copy_one_by_one(copies: Ids, stream: int) -> None:
     function, on = driver().cuMemcpyAsync, ctypes.c_void_p(stream)
-    for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+    for target, source, size in copies.T.tolist():
         _check(function(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), on))
 
 

@@ -38,6 +38,21 @@ def check_place(name: str, tensor: Tensor, alignment: int = 16) -> None:
         raise KernelArgumentError(f"{name} is on {tensor.device}; kernels take tensors on a CUDA device")
 
 
+def check_rows(
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[tuple[str, int | None]],
+    alignment: int = 4,
+) -> None:
+    """A matrix as for `check_tensor`, whose rows may lie apart."""
+    _check_dtype(name, tensor, dtype)
+    _check_shape(name, tensor.shape, shape)
+    if tensor.stride(1) != 1 or tensor.stride(0) < tensor.shape[1]:
+        raise KernelArgumentError(f"{name} has strides {tensor.stride()}; its rows must be contiguous, and not overlap")
+    check_place(name, tensor, alignment)
+
+
 def check_layout(
     name: str,
     tensor: Tensor,
@@ -45,12 +60,16 @@ def check_layout(
     shape: Sequence[tuple[str, int | None]],
 ) -> None:
     """Dtype, shape (as for `check_tensor`) and contiguity, wherever the tensor is."""
-    if tensor.dtype is not dtypes and (isinstance(dtypes, torch.dtype) or tensor.dtype not in dtypes):
-        allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
-        raise KernelArgumentError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, allowed))}")
+    _check_dtype(name, tensor, dtypes)
     _check_shape(name, tensor.shape, shape)
     if not tensor.is_contiguous():
         raise KernelArgumentError(f"{name} is not contiguous: strides {tensor.stride()} for shape {list(tensor.shape)}")
+
+
+def _check_dtype(name: str, tensor: Tensor, dtypes: torch.dtype | Sequence[torch.dtype]) -> None:
+    if tensor.dtype is not dtypes and (isinstance(dtypes, torch.dtype) or tensor.dtype not in dtypes):
+        allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+        raise KernelArgumentError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, allowed))}")
 
 
 def _check_shape(name: str, sizes: torch.Size, shape: Sequence[tuple[str, int | None]]) -> None:

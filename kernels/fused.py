@@ -17,6 +17,7 @@ from torch import Tensor
 from .checks import ACTIVATIONS, check_multiple, check_tensor
 from .loader import load, variants
 from .pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages
+from .w8 import W8Matrix, check_matrix
 
 THREADS = 256
 VECTOR = 8
@@ -27,27 +28,43 @@ SILU_TURN = 8
 """Gate and up columns follow each other in turns of so many."""
 
 VARIANTS = (
-    *variants("embed", ACTIVATION_BF16=(0, 1)),
+    *variants("embed", ACTIVATION_BF16=(0, 1), INT8_TABLE=(0,)),
+    *variants("embed", ACTIVATION_BF16=(0,), INT8_TABLE=(1,)),
     *variants("rms_norm", ACTIVATION_BF16=(0, 1)),
     *variants("rope_and_write", ACTIVATION_BF16=(0, 1), KV_FORMAT=FORMAT_NUMBERS.values(), HEAD_DIM=HEAD_DIMS),
     *variants("silu_multiply", ACTIVATION_BF16=(0, 1)),
 )
 
 
-def embed(ids: Tensor, source: Tensor, previous: Tensor, table: Tensor, out: Tensor) -> None:
+def embed(ids: Tensor, source: Tensor, previous: Tensor, table: Tensor | W8Matrix, out: Tensor) -> None:
     """out fp32 [T, N] = rows of table [V, N]. Token t is previous[source[t]] where source[t] >= 0, else ids[t].
 
     ids, source [T] and previous [P] are int32. Every token must be in [0, V): nothing checks that on the GPU.
     """
-    check_tensor("table", table, ACTIVATIONS, [("V", None), ("N", None)])
+    width = _checked_width(table)
     check_tensor("ids", ids, torch.int32, [("T", None)], alignment=4)
-    tokens, width = ids.shape[0], table.shape[1]
+    tokens = ids.shape[0]
     check_multiple("N", width, VECTOR)
     check_tensor("source", source, torch.int32, [("T", tokens)], alignment=4)
     check_tensor("previous", previous, torch.int32, [("P", None)], alignment=4)
     check_tensor("out", out, torch.float32, [("T", tokens), ("N", width)])
-    kernel = load("embed", ACTIVATION_BF16=_is_bf16(table))
-    kernel.launch([tokens], min(THREADS, _threads(width)), [ids, source, previous, table, out, width])
+    if isinstance(table, W8Matrix):
+        kernel = load("embed", ACTIVATION_BF16=0, INT8_TABLE=1)
+        rows: tuple[Tensor, Tensor | None, int] = table.codes, table.scales, table.codes.shape[1]
+    else:
+        kernel = load("embed", ACTIVATION_BF16=_is_bf16(table), INT8_TABLE=0)
+        rows = table, None, 0
+    values, scales, units = rows
+    kernel.launch([tokens], min(THREADS, _threads(width)), [ids, source, previous, values, scales, out, width, units])
+
+
+def _checked_width(table: Tensor | W8Matrix) -> int:
+    """Columns of a table that is on the GPU."""
+    if isinstance(table, W8Matrix):
+        check_matrix(table)
+        return table.k
+    check_tensor("table", table, ACTIVATIONS, [("V", None), ("N", None)])
+    return int(table.shape[1])
 
 
 def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:

@@ -244,7 +244,12 @@ def _require_device() -> None:
 def device_capability() -> tuple[int, int]:
     """Compute capability of torch's current device."""
     _require_device()
-    return torch.cuda.get_device_capability()
+    return _capability(torch._C._cuda_getDevice())
+
+
+@functools.cache  # torch takes 20 us to tell, and wrappers ask for each launch
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def device_architecture() -> str:
@@ -252,7 +257,11 @@ def device_architecture() -> str:
 
     Raises KernelUnavailable without a device, and for one that runs none of them.
     """
-    major, minor = device_capability()
+    return _architecture(*device_capability())
+
+
+@functools.cache
+def _architecture(major: int, minor: int) -> str:
     fitting = [name for name in ARCHITECTURES if _runs_on(name, 10 * major + minor)]
     if not fitting:
         known = ", ".join(f"{number // 10}.{number % 10}" for number in map(_number, ARCHITECTURES))
@@ -393,9 +402,19 @@ def _cuda_version(headers: Path) -> int | None:
 
 def _digest(file: Path, options: Sequence[str], version: object) -> str:
     digest = hashlib.sha256(repr((version, [o for o in options if not o.startswith("-I")])).encode())
-    for part in (file, *sorted(SOURCES.glob("*.cuh"))):
+    for part in _with_headers(file):
         digest.update(part.read_bytes())
     return digest.hexdigest()[:24]
+
+
+def _with_headers(file: Path) -> list[Path]:
+    """A source and those of our headers that it includes, by themselves or by others."""
+    found = [file]
+    for part in found:
+        for name in re.findall(r'#include "(.+)"', part.read_text(encoding="utf-8")):
+            if (header := file.parent / name) not in found:
+                found.append(header)
+    return found
 
 
 def _cache_folder() -> Path | None:

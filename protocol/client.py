@@ -48,6 +48,7 @@ from .messages import (
     SwapEvent,
     Tokens,
     TokensOut,
+    TraceContext,
     Welcome,
 )
 from .sockets import LINGER_MS, TOPIC_STATS, TOPIC_SWAP, default_endpoint
@@ -181,10 +182,13 @@ class AsyncClient:
             ) from None
         return self._welcome.model
 
-    async def stats(self, timeout_s: float | None = None) -> Stats:
-        """The engine's state now. Raises EngineUnreachable when it does not answer in time, or dies meanwhile."""
+    async def stats(self, timeout_s: float | None = None, *, exporter: str = "") -> Stats:
+        """The engine's state now. Raises EngineUnreachable when it does not answer in time, or dies meanwhile.
+
+        Give the name of an `exporter` to show the metrics to a scraper: they are missing while another one has them.
+        """
         self._require_engine()
-        self._send(StatsRequest())
+        self._send(StatsRequest(exporter))
         waiter: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
         self._stats_waiters.append(waiter)
         limit = self._timeout_s if timeout_s is None else timeout_s
@@ -224,8 +228,9 @@ class AsyncClient:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        trace: TraceContext | None = None,
     ) -> Generation:
-        """Begin a request; its tokens come from the returned iterator.
+        """Begin a request; its tokens come from the returned iterator. Its swap events will carry `trace`.
 
         Text is tokenized here. Raises EngineUnreachable at once when no engine is alive, ValueError for a token id
         that is no uint32 or a `request_id` that is still open here, ProtocolError for values of wrong types or a prompt
@@ -242,7 +247,7 @@ class AsyncClient:
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if request_id in self._streams:
             raise ValueError(f"request_id {request_id!r} is still open in this client: choose another")
-        submit = Submit(request_id, pack_tokens(token_ids), sampling or SamplingParams(), priority)
+        submit = Submit(request_id, pack_tokens(token_ids), sampling or SamplingParams(), priority, trace)
         self._require_alive()
         self._send(submit)
         stream = Stream(request_id, TextStream(tokenizer) if tokenizer is not None else None)
@@ -380,6 +385,7 @@ class AsyncClient:
             stream.put(TokenChunk(token_ids, out.logprobs, None if failed else finished, text))
         if finished is not None:
             del self._streams[out.request_id]
+            stream.usage = finished.usage
             stream.end(RequestFailed(finished.error or "the engine gave no reason") if failed else None)
 
     def _on_stats(self, stats: Stats) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from msgspec import Struct
 
 from .errors import ColdblockError
-from .messages import Finished, SwapEvent, TokenLogprob
+from .messages import Finished, SwapEvent, TokenLogprob, Usage
 from .text import TextStream
 
 
@@ -54,6 +54,7 @@ class Stream:
     ended: bool = False
     abandoned: bool = False
     error: ColdblockError | None = None
+    usage: Usage | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, item: Item) -> None:
@@ -66,6 +67,11 @@ class Stream:
         self.ended = True
         self.error = error
         self.wake.set()
+
+    async def last_word(self) -> None:
+        while not self.ended:
+            self.wake.clear()
+            await self.wake.wait()
 
     async def next(self) -> Item:
         while not self.items:
@@ -119,6 +125,11 @@ class Generation:
     async def abort(self) -> None:
         """Stop generating; the iterator then ends with a chunk whose reason is "abort". Harmless after the end."""
         await self._abort(self.request_id)
+
+    async def usage(self) -> Usage | None:
+        """The engine's totals, once it has told them, for who iterates no longer; None if it is lost before it does."""
+        await self._stream.last_word()
+        return self._stream.usage
 
     async def result(self) -> Completion:
         """Read to the end. Raises what iterating raises."""

@@ -20,6 +20,10 @@ PROTOCOL_VERSION = 1
 Name = Annotated[str, Meta(max_length=256)]
 """What a peer calls itself or a request. Short, as it comes back in every message, in stats and in logs."""
 
+MAX_TRACESTATE = 512
+Traceparent = Annotated[str, Meta(max_length=256)]
+Tracestate = Annotated[str, Meta(max_length=MAX_TRACESTATE)]
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 SwapPhase = Literal["swapping_out", "swapped", "swapping_in", "resumed", "copied_out", "copied_in", "rejected"]
 SwapReason = Literal["admission", "growth", "resume", "write_behind", "prefetch", "prefix_hit", "oversize"]
@@ -48,6 +52,13 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     logprobs: int | None = None
 
 
+class TraceContext(Struct, frozen=True, array_like=True):
+    """Which trace a request belongs to, as in the headers of W3C Trace Context. The engine passes it on unread."""
+
+    traceparent: Traceparent
+    tracestate: Tracestate = ""
+
+
 # ---------------------------------------------------------------- peer -> engine
 
 
@@ -59,12 +70,15 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Submit(Struct, frozen=True, array_like=True, tag="submit"):
-    """Generate from `prompt` (token ids as packed uint32). `request_id` is unique within its peer."""
+    """Generate from `prompt` (token ids as packed uint32). `request_id` is unique within its peer. Events of a request
+    with a `trace` carry it.
+    """
 
     request_id: Name
     prompt: bytes
     sampling: SamplingParams
     priority: int = 0
+    trace: TraceContext | None = None
 
 
 class Abort(Struct, frozen=True, array_like=True, tag="abort"):
@@ -80,7 +94,11 @@ class Ping(Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class StatsRequest(Struct, frozen=True, array_like=True, tag="stats?"):
-    """Ask for one `Stats`."""
+    """Ask for one `Stats`. Who shows its metrics to a scraper says so with `exporter`, a name that its processes share:
+    of several exporters one gets the metrics, so that no sum over all that are scraped counts an engine twice.
+    """
+
+    exporter: Name = ""
 
 
 class Goodbye(Struct, frozen=True, array_like=True, tag="goodbye"):
@@ -202,6 +220,7 @@ class SwapEvent(Struct, frozen=True, array_like=True, tag="swap"):
     time: float
     detail: str = ""
     queued_s: float = 0.0
+    trace: TraceContext | None = None
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -243,13 +262,29 @@ class Metric(Struct, frozen=True):
 
 
 class TierUse(Struct, frozen=True):
-    """Blocks of the GPU tier by state. used + cached + in_flight + free == total."""
+    """Blocks of one tier by state. used + cached + in_flight + free == total; `shared` of the used ones are used by
+    more than one request.
+    """
 
-    total: int
-    used: int
-    cached: int
-    in_flight: int
-    free: int
+    total: int = 0
+    used: int = 0
+    cached: int = 0
+    in_flight: int = 0
+    free: int = 0
+    shared: int = 0
+
+
+class LinkUse(Struct, frozen=True):
+    """Copies between the tiers: payload bytes since the start, bytes a second over the last half second, and the most
+    bytes a second that the link did when it was measured at load (0: there is no CPU tier).
+    """
+
+    out_bytes: int = 0
+    in_bytes: int = 0
+    out_bytes_per_s: float = 0.0
+    in_bytes_per_s: float = 0.0
+    peak_out_bytes_per_s: float = 0.0
+    peak_in_bytes_per_s: float = 0.0
 
 
 class CpuOffload(Struct, frozen=True):
@@ -264,7 +299,9 @@ class CpuOffload(Struct, frozen=True):
 
 
 class RequestRow(Struct, frozen=True):
-    """One live request as a monitor shows it."""
+    """One live request as a monitor shows it. `stall_s`: all its time swapped out; `stalled_s`: of the swap it is in
+    now, else 0. `ttft_s` and `tpot_s`: None until there is a first and a second token.
+    """
 
     request_id: str
     peer: str
@@ -278,10 +315,18 @@ class RequestRow(Struct, frozen=True):
     age_s: float
     priority: int
     moved_bytes: int = 0
+    stalled_s: float = 0.0
+    queue_s: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    cached_tokens: int = 0
+    recomputes: int = 0
 
 
 class Stats(Struct, frozen=True, tag="stats"):
-    """The engine's state at one moment. Published twice a second and sent in answer to `StatsRequest`."""
+    """The engine's state at one moment. Published twice a second and sent in answer to `StatsRequest`. `exporter`: in
+    an answer to one, who exports the metrics now; `metrics` is empty unless that is who asked.
+    """
 
     engine_id: str
     time: float
@@ -297,6 +342,9 @@ class Stats(Struct, frozen=True, tag="stats"):
     tokens_per_s: float
     requests: tuple[RequestRow, ...]
     metrics: tuple[Metric, ...]
+    cpu: TierUse = TierUse()
+    link: LinkUse = LinkUse()
+    exporter: str = ""
 
 
 EngineMessage = Welcome | Pong | Tokens | SwapEvent | Refused | Fault

@@ -32,6 +32,7 @@ TOPIC_SWAP = b"swap"
 MAX_IPC_PATH_BYTES = 107  # sun_path of Linux holds 108 with its terminating zero
 MAX_TRANSPORT_BYTES = 2 * MAX_MESSAGE_BYTES  # twice: a frame a little too large still gets an answer, not a cut line
 ROUTER_HWM = 1000
+REPLAY_HWM = 10_000
 DEALER_HWM = 1000
 EVENTS_HWM = 1000
 LINGER_MS = 500
@@ -41,6 +42,7 @@ CLIENT_KEY_FILE = "COLDBLOCK_CURVE_CLIENT_KEY_FILE"
 
 _ENGINE_SOCKET = "engine.sock"
 _EVENTS_SOCKET = "events.sock"
+_REPLAY_SOCKET = "replay.sock"
 _S = TypeVar("_S", bound="zmq.Socket[Any]")
 
 
@@ -133,6 +135,11 @@ def default_events_endpoint() -> str:
     return f"ipc://{runtime_dir() / _EVENTS_SOCKET}"
 
 
+def default_replay_endpoint() -> str:
+    """Where an engine tells KV events again unless told otherwise."""
+    return f"ipc://{runtime_dir() / _REPLAY_SOCKET}"
+
+
 def check_endpoint(endpoint: str, curve: CurveKeys | None = None) -> None:
     """Raise ColdblockError unless `endpoint` is a usable ipc:// or tcp:// address.
 
@@ -187,7 +194,16 @@ def engine_router(ctx: zmq.Context[_S], endpoint: str) -> _S:
 
     Raises ColdblockError, naming the endpoint, when it is in use or cannot be bound.
     """
-    router = _limited(ctx.socket(zmq.ROUTER), ROUTER_HWM)
+    return _router(ctx, endpoint, ROUTER_HWM)
+
+
+def replay_router(ctx: zmq.Context[_S], endpoint: str) -> _S:
+    """The same for replays of KV events, which are many messages for one request."""
+    return _router(ctx, endpoint, REPLAY_HWM)
+
+
+def _router(ctx: zmq.Context[_S], endpoint: str, high_water_mark: int) -> _S:
+    router = _limited(ctx.socket(zmq.ROUTER), high_water_mark)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     return _bind(router, endpoint)

@@ -18,7 +18,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from browser import chromium, opened
 from coldblock import Client
+from playwright.sync_api import expect
 
 QUESTION = [{"role": "user", "content": "Explain what a hash table is in two sentences."}]
 
@@ -100,6 +102,15 @@ def wait_until_idle(served: Served, seconds: float = 20.0) -> None:
                 return
             time.sleep(0.1)
     raise AssertionError(f"not idle: {stats.gpu} {stats.cpu_offload} {stats.requests}")
+
+
+def kill_engine(served: Served) -> list[str]:
+    """End the engine without a word; returns the process ids that `serve` had as children."""
+    children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text().split()
+    engines = [pid for pid in children if "engine" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+    assert len(engines) == 1
+    os.kill(int(engines[0]), signal.SIGKILL)
+    return children
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +196,52 @@ def test_health_follows_the_engine_and_serving_recovers(embedded_model: Path) ->
     with serving("--num-gpu-blocks", "32", "--max-model-len", "256") as served:
         with Client(served.endpoint) as client:
             client.ready()
-        children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text().split()
-        engines = [pid for pid in children if "engine" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
-        assert len(engines) == 1
-        os.kill(int(engines[0]), signal.SIGKILL)
+        children = kill_engine(served)
         wait_for_health(served, 503, 10)
         wait_for_health(served, 200)
         reply = served.openai().completions.create(model="smollm2-135m", prompt="Again", max_tokens=4)
         assert reply.usage.completion_tokens == 4
     for pid in children:
         assert not Path(f"/proc/{pid}").exists(), "a child outlived its supervisor"
+
+
+def test_the_dashboard_shows_swaps_and_an_engine_that_comes_back(embedded_model: Path) -> None:
+    """Two chats whose KV does not fit together, watched in a browser; then the engine is killed and started anew."""
+
+    def ask(number: int) -> int:
+        options = {"model": "smollm2-135m", "prompt": f"Story {number}: Once", "max_tokens": 110, "temperature": 0}
+        reply = served.openai().completions.create(**options, extra_body={"ignore_eos": True})
+        return int(reply.usage.completion_tokens)
+
+    with (
+        chromium() as browser,
+        serving("--num-gpu-blocks", "10", "--max-model-len", "256") as served,
+        opened(browser, f"{served.url}/dashboard") as page,
+    ):
+        status = page.locator(".engine .status")
+        expect(status).to_have_text("● live")
+        expect(page.locator(".engine h2")).to_have_text("smollm2-135m")
+        assert "of 10 blocks taken" in page.locator(".tier").first.inner_text()
+        assert "% of the link's" in page.locator(".direction").first.inner_text()
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            asked = threads.map(ask, range(2))
+            expect(page.locator(".lane .segment.decode").first).to_be_visible()
+            expect(page.locator(".lane .segment.swapped").first).to_be_visible(timeout=60_000)
+            assert list(asked) == [110] * 2
+        rows = page.locator(".requests tbody tr")
+        expect(rows.locator(".state")).to_have_text(["■ ended", "■ ended"])
+        swapped = rows.filter(has=page.locator(".mark.in"))
+        expect(swapped.locator(".mark.out")).to_have_count(swapped.locator(".mark.in").count())
+        names = swapped.first.locator(".segment").evaluate_all("nodes => nodes.map(node => node.className)")
+        assert [name.split()[1] for name in names][-3:] == ["swapped", "copying", "decode"]
+        expect(page.locator(".latency").first).to_contain_text("2 requests in the last 5 minutes")
+        expect(page.locator("[data-part=moves]")).to_contain_text("▼ swapped out")
+        kill_engine(served)
+        expect(status).to_contain_text("not live: No engine answers here", timeout=20_000)
+        expect(status).to_have_text("● live", timeout=90_000)
+        expect(page.locator("[data-part=moves] tr").first).to_contain_text("engine restarted")
+        assert ask(2) == 110
+        expect(rows).to_have_count(3)
 
 
 def test_a_long_temporary_path_does_not_break_the_sockets(tmp_path: Path, embedded_model: Path) -> None:

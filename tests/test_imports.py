@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("protocol", "kernels", "engine_core", "frontend", "tools")
+SHARED = (ROOT / "settings.py", ROOT / "logs.py", ROOT / "progress.py")
 
 # The frontend's text side: templates and token ids, without HTTP.
 FRONTEND_TEXT = ("frontend/chat_template", "frontend/detokenizer", "frontend/errors", "frontend/tokenization")
@@ -20,12 +21,15 @@ ALLOWED = {
     "protocol": ("protocol",),
     "kernels": ("kernels",),
     "settings": (),
+    "logs": (),
+    "progress": (),
     "engine_core/control": ("engine_core/control",),
     "engine_core/kv_layout": (),
     "engine_core/errors": (),
+    "engine_core/decisions": ("engine_core/config",),
     "engine_core/commands": ("engine_core/control",),
-    "engine_core/config": ("settings", "engine_core/kv_layout"),
-    "engine_core/models": ("engine_core/models", "engine_core/errors", "engine_core/kv_layout", "kernels"),
+    "engine_core/config": ("logs", "settings", "engine_core/kv_layout"),
+    "engine_core/models": ("engine_core/models", "engine_core/errors", "engine_core/kv_layout", "kernels", "progress"),
     "engine_core/device": (
         "engine_core/device",
         "engine_core/models",
@@ -34,30 +38,42 @@ ALLOWED = {
         "engine_core/control/plan",
         "engine_core/control/sampling",
         "kernels",
+        "progress",
     ),
     "engine_core/engine": ("engine_core/commands", "engine_core/control", "engine_core/device/executor"),
-    "engine_core/ipc": ("engine_core/commands", "engine_core/control", "protocol"),
-    "engine_core/stats": ("engine_core/control", "protocol"),
+    "engine_core/exporter": (),
+    "engine_core/ipc": (
+        "engine_core/commands",
+        "engine_core/control",
+        "engine_core/exporter",
+        "engine_core/kv_feed",
+        "protocol",
+    ),
+    "engine_core/kv_feed": ("engine_core/control", "protocol"),
+    "engine_core/stats": ("engine_core/control", "engine_core/device/executor", "protocol"),
     "engine_core/stop_signals": (),
-    "engine_core/main": ("engine_core", "protocol", "settings"),
-    "frontend": ("frontend", "protocol", "settings"),
-    "tools": ("tools", "protocol", "settings"),
+    "engine_core/main": ("engine_core", "logs", "protocol", "settings"),
+    "frontend": ("frontend", "logs", "protocol", "settings"),
+    "tools": ("tools", "logs", "protocol", "settings", "progress"),
     "tools/chat": ("tools", "protocol", "settings", *FRONTEND_TEXT),
     "tools/demo": ("tools", "protocol", "settings", *FRONTEND_TEXT),
-    "tools/bench/kernels": ("tools", "settings", "kernels"),
+    "tools/bench/kernels": ("tools", "settings", "progress", "kernels"),
     "tools/bench/kernel_cases": ("tools", "kernels", "engine_core/kv_layout", "engine_core/models/cuda_linears"),
     "tools/gpu": ("tools", "kernels"),
-    "tools/validate": ("tools", "settings", "engine_core", "kernels"),
-    "tools/eval_kv": ("tools", "settings", "engine_core"),
+    "tools/validate": ("tools", "settings", "progress", "engine_core", "kernels"),
+    "tools/eval_kv": ("tools", "settings", "progress", "engine_core"),
     "tools/kv_quality": ("engine_core/control/plan", "engine_core/device", "engine_core/kv_layout"),
     "tools/kernel_checks": ("engine_core/device", "engine_core/models", "engine_core/kv_layout", "kernels"),
-    "tools/serve": ("tools", "protocol", "settings", "engine_core/config", "frontend/config"),
+    "tools/top/history": ("protocol", "tools/terminal"),
+    "tools/top/columns": ("protocol", "tools/terminal", "tools/top/history"),
+    "tools/top/panels": ("protocol", "tools/terminal", "tools/top/history", "tools/top/columns"),
+    "tools/serve": ("tools", "logs", "protocol", "settings", "engine_core/config", "frontend/config"),
 }
 PURE_PYTHON = {"torch", "cupy", "zmq", "numpy", "msgspec", "msgpack"}
 
 
 def source_files() -> list[Path]:
-    return [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))] + [ROOT / "settings.py"]
+    return [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))] + list(SHARED)
 
 
 def imports(path: Path) -> list[str]:
@@ -94,7 +110,7 @@ def rule_for(path: Path) -> tuple[str, ...]:
 def test_imports_run_one_way(path: Path) -> None:
     allowed = rule_for(path)
     for module in imports(path):
-        ours = module == "settings" or module.split("/")[0] in PARTS
+        ours = module in ("settings", "logs", "progress") or module.split("/")[0] in PARTS
         if ours and path.stem != "__init__":
             assert any(module == prefix or module.startswith(prefix + "/") for prefix in allowed), (
                 f"{path.relative_to(ROOT)} imports {module}, allowed are {allowed}"
@@ -114,6 +130,11 @@ def test_starts_without_torch(module: str) -> None:
     code = f"import sys, {name} as m; getattr(m, {attribute or '__name__'!r}); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_only_the_live_screen_needs_textual() -> None:
+    users = {path.stem for path in source_files() if {"textual", "rich"} & {m.split(".")[0] for m in imports(path)}}
+    assert users == {"app", "widgets", "main"}  # main looks whether it is there
 
 
 def test_the_rule_sees_a_forbidden_import(tmp_path: Path) -> None:

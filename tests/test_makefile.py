@@ -1,9 +1,12 @@
-"""The Makefile's set-up: what an interrupted one left half made is made anew, and nothing is done twice."""
+"""The Makefile's set-up and the gate's: what was left half made is made anew, and nothing is done twice."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
+
+import pytest
 
 MAKEFILE = Path(__file__).parents[1] / "Makefile"
 WORKS = "#!/bin/sh\nexit 0\n"
@@ -63,3 +66,25 @@ def test_a_cuda_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     done = install(tmp_path, "CUDA=12.4")
     assert done.returncode == 2
     assert "CUDA=12.4 is not allowed: cuda12 or cuda13" in done.stderr
+
+
+@pytest.mark.parametrize("has_apt", [False, True])
+def test_the_gate_says_what_to_do_when_it_cannot_install_chromium(tmp_path: Path, has_apt: bool) -> None:
+    """No sudo and no root, or nothing to install from: it ends before it builds anything."""
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname") or "")
+    executable(tmp_path / "id", "#!/bin/sh\necho 1000\n")
+    if has_apt:
+        executable(tmp_path / "apt-get", "#!/bin/sh\nexit 0\n")
+    gate = subprocess.run(
+        ["/bin/bash", MAKEFILE.parent / ".ci" / "run"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert gate.returncode == 1
+    assert gate.stderr.endswith("run 'apt-get install chromium' as root, then this again\n")
+
+
+def test_the_gate_makes_the_browser_tests_fail_without_a_browser(tmp_path: Path) -> None:
+    for name, text in (("chromium", WORKS), ("make", '#!/bin/sh\necho "$1 $COLDBLOCK_REQUIRE_CHROMIUM"\n')):
+        executable(tmp_path / name, text)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    gate = subprocess.run([MAKEFILE.parent / ".ci" / "run"], env={"PATH": path}, capture_output=True, text=True)
+    assert gate.stdout == "lint 1\ntypecheck 1\ntest 1\n", gate.stderr

@@ -60,6 +60,8 @@ def test_unprefixed_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> N
         (["--nonsense", "3"], ["--nonsense"]),
         (["--threads", "100000"], ["--threads", "'100000'", "less than or equal to"]),
         (["--config", "/nowhere.yaml"], ["--config", "/nowhere.yaml"]),
+        (["--kv-events", "--no-prefix-cache"], ["--kv-events", "not allowed", "--no-prefix-cache"]),
+        (["--kv-replay-endpoint", "ipc:///r"], ["--kv-replay-endpoint", "ipc:///r", "--kv-events"]),
     ],
 )
 def test_a_wrong_value_is_one_line(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

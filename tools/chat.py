@@ -24,7 +24,7 @@ from ..settings import EXIT_OK, Settings, load
 from .endpoints import usable_endpoint
 from .errors import ToolError, report
 from .terminal import Style, describe_swap
-from .top import render_header
+from .top.plain import render_header
 
 PROG = "coldblock chat"
 HELP = "/reset forgets the conversation, /stats shows the engine, /quit leaves; Ctrl-C stops an answer"

@@ -24,6 +24,7 @@ from safetensors.numpy import save
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from ..progress import track
 from .errors import ToolError
 
 GROUP_SIZE = 32
@@ -58,7 +59,7 @@ def convert_gguf(source: Path, target: Path) -> None:
         )
     heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
     tensors: dict[str, NDArray[Any]] = {}
-    for tensor in reader.tensors:
+    for tensor in track(reader.tensors, "converting", "tensor"):
         tensors.update(convert_tensor(tensor, heads))
     write_file(target / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     write_file(target / "tokenizer.json", build_tokenizer(meta).to_str(pretty=False).encode())

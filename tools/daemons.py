@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from ..progress import waiting
 from ..protocol.client import AsyncClient
 from ..protocol.messages import ModelInfo
 from ..protocol.sockets import runtime_dir
@@ -25,6 +26,7 @@ from .errors import ToolError
 START_TIMEOUT_S = 600.0  # a large model on a slow disk
 _POLL_S = 0.05
 _LOG_LINES = 8
+_SHOW_S = 0.5
 
 
 def own_endpoints(name: str) -> tuple[str, str]:
@@ -98,7 +100,7 @@ async def _running(name: str, command: list[str], ready: Coroutine[Any, Any, obj
     with tempfile.NamedTemporaryFile(prefix=f"coldblock-{name}-", suffix=".log") as log:
         process = await start(command, output=log.fileno())
         try:
-            await until_ready(process, ready)
+            await until_ready(process, _shown(name, Path(log.name), ready))
             if process.returncode is not None:
                 raise ToolError(_last_words(name, process.returncode, Path(log.name)))
             yield
@@ -106,9 +108,25 @@ async def _running(name: str, command: list[str], ready: Coroutine[Any, Any, obj
             await stop(process)
 
 
+async def _shown(name: str, log: Path, ready: Coroutine[Any, Any, object]) -> None:
+    """Wait for `ready`, and show that, with the last line that the process has logged."""
+    task = asyncio.ensure_future(ready)
+    try:
+        with waiting(f"starting the {name}") as tell:
+            while not (await asyncio.wait({task}, timeout=_SHOW_S))[0]:
+                tell("".join(_last_lines(log, 1)))
+        await task
+    finally:
+        task.cancel()
+
+
 def _last_words(name: str, code: int, log: Path) -> str:
+    head = f"the {name} ended before it was ready ({describe_exit(code)}):"
+    return "\n  ".join([head, *_last_lines(log, _LOG_LINES)])
+
+
+def _last_lines(log: Path, count: int) -> list[str]:
     text = ""
     with contextlib.suppress(OSError):
         text = log.read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
-    return "\n  ".join([f"the {name} ended before it was ready ({describe_exit(code)}):", *lines])
+    return [line for line in text.splitlines() if line.strip()][-count:]

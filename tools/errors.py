@@ -5,8 +5,9 @@ Owns: `ToolError`, `report`. Does not know: which command raised it.
 
 from __future__ import annotations
 
-import sys
+import logging
 
+from ..logs import tell
 from ..protocol.errors import ColdblockError, EngineUnreachable
 from ..settings import EXIT_FAILED, EXIT_UNREACHABLE, EXIT_USAGE, UsageError
 
@@ -17,7 +18,7 @@ class ToolError(ColdblockError):
 
 def report(prog: str, error: ColdblockError | UsageError) -> int:
     """Show `error` as the line that a failed command ends with; returns the command's exit code."""
-    print(f"{prog}: {error}", file=sys.stderr, flush=True)
+    tell(prog, str(error), level=logging.ERROR)
     if isinstance(error, UsageError):
         return EXIT_USAGE
     return EXIT_UNREACHABLE if isinstance(error, EngineUnreachable) else EXIT_FAILED

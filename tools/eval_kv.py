@@ -1,17 +1,16 @@
 """What each KV format costs a model's quality, against fp16 KV, through the engine's own paged path.
 
-Owns: the settings, the text, table, file and plot of `coldblock eval kv`. Does not know: how a text is run and what is
+Owns: the settings, the text, tables and plots of `coldblock eval kv`. Does not know: how a text is run and what is
 counted (`kv_quality`). Runs on the CPU, in fp32 unless told otherwise, so that the KV formats are all that rounds.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import CliPositionalArg
@@ -19,22 +18,23 @@ from pydantic_settings import CliPositionalArg
 from ..engine_core.errors import EngineError
 from ..engine_core.kv_layout import FormatName, resolve_kv_cache_dtype
 from ..engine_core.models.registry import ModelConfig, read_model_config
-from ..settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Settings, UsageError, load
-from .bench import report
+from ..progress import track
+from ..settings import EXIT_OK, EXIT_USAGE, UsageError
+from .bench.capacity import GIB, capacity_bars, tokens_in
+from .bench.command import ReportSettings, conclude, run_command
+from .bench.figures import Bars, Figure
+from .bench.report import Column, Table, table
 from .errors import ToolError
-from .errors import report as show_error
 from .fetch_model import resolve_model
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from .kv_quality import Quality
 
 PROG = "coldblock eval kv"
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "prose_and_code.txt"
 
 
-class EvalSettings(Settings):
+class EvalSettings(ReportSettings):
     """Settings of `coldblock eval kv`."""
 
     model: CliPositionalArg[str] = Field(description="a checkpoint folder, or a known name such as smollm2-135m")
@@ -45,7 +45,6 @@ class EvalSettings(Settings):
     pool_mb: int = Field(1024, ge=1, description="MiB of the KV pool for which the tokens that fit are told")
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("fp32", description="what activations are computed in")
     threads: int | None = Field(None, ge=1, description="CPU threads; all cores if absent")
-    out: Path | None = Field(None, description="folder for bench-eval-kv.json and .png; docs/results if absent")
 
     @field_validator("formats")
     @classmethod
@@ -67,35 +66,25 @@ def main(argv: list[str]) -> int:
     if argv[:1] != ["kv"]:
         print("usage: coldblock eval kv MODEL [ARGUMENTS]      coldblock eval kv --help", file=sys.stderr)
         return EXIT_OK if argv and argv[0] in ("-h", "--help") else EXIT_USAGE
-    settings = load(EvalSettings, argv[1:], prog=PROG, summary=(__doc__ or "").partition("\n")[0])
-    try:
-        report.require_plotting()
-        report.require_folder(settings.out)
-        return run(settings)
-    except (ToolError, UsageError) as error:
-        return show_error(PROG, error)
-    except EngineError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    return run_command(EvalSettings, argv[1:], PROG, __doc__, run)
 
 
 def run(settings: EvalSettings) -> int:
-    """Measure, print, write."""
-    config = read_model_config(resolve_model(settings.model))
-    windows = read_windows(settings, config)
-    results = measure(settings, config, windows)
+    """Measure, then report."""
+    try:
+        config = read_model_config(resolve_model(settings.model))
+        windows = read_windows(settings, config)
+        found = measure(settings, config, windows)
+    except EngineError as error:
+        raise ToolError(str(error)) from error
     tokens = sum(map(len, windows))
-    print(render(settings, results, tokens))
-    folder = settings.out or report.default_folder()
-    found = {
-        "tokens": tokens,
-        "windows": len(windows),
-        "formats": [{**asdict(r), "tokens_in_pool": tokens_in_pool(settings, r)} for r in results],
-    }
-    written = report.write(folder, "eval-kv", settings.model_dump(exclude={"text", "out"}), None, found)
-    plotted = report.plot(folder, "eval-kv", f"KV formats, {settings.model}", [partial(_plot, results)])
-    print(f"written: {written}, {plotted}")
-    return EXIT_OK
+    formats = [
+        {**asdict(quality), "tokens_in_pool": tokens_in(settings.pool_mb << 20, quality.bytes_per_token)}
+        for quality in found
+    ]
+    results = {"tokens": tokens, "windows": len(windows), "pool_mb": settings.pool_mb, "formats": formats}
+    title = f"KV formats of {Path(settings.model).name} over {tokens:,} tokens"
+    return conclude(settings, PROG, title, None, results, tables(results), figures(results))
 
 
 def read_windows(settings: EvalSettings, config: ModelConfig) -> list[list[int]]:
@@ -127,8 +116,6 @@ def read_windows(settings: EvalSettings, config: ModelConfig) -> list[list[int]]
 
 def measure(settings: EvalSettings, config: ModelConfig, windows: Sequence[Sequence[int]]) -> list[Quality]:
     """Load the model once and run the windows in every format."""
-    from tqdm import tqdm
-
     from ..engine_core.device.config import ExecutorConfig
     from ..engine_core.device.cpu_executor import CpuExecutor
     from .kv_quality import compare
@@ -143,41 +130,43 @@ def measure(settings: EvalSettings, config: ModelConfig, windows: Sequence[Seque
         )
     )
     try:
-        return compare(executor, tqdm(windows, unit="window", disable=None), settings.window, settings.format_names)
+        return compare(executor, track(windows, PROG, "window"), settings.window, settings.format_names)
     finally:
         executor.close()
 
 
-def tokens_in_pool(settings: EvalSettings, result: Quality) -> int:
-    """How many tokens' KV a pool of `pool_mb` holds."""
-    return int((settings.pool_mb << 20) / result.bytes_per_token)
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """One line a format; the pool's size is one of the settings."""
+    note = "KL: to fp16 KV, nats a token. same top-1: % of tokens for which the most likely next one is the same."
+    return [table("Quality and size of the KV formats", FORMATS, results["formats"], note)]
 
 
-def render(settings: EvalSettings, results: Sequence[Quality], tokens: int) -> str:
-    """One line a format."""
-    columns = ("KV", "perplexity", "KL", "p99 KL", "same top-1", "bytes/token", f"tokens in {settings.pool_mb} MiB")
-    rows = [
-        (
-            r.kv_format,
-            f"{r.perplexity:.3f}",
-            f"{r.mean_kl:.2g}",
-            f"{r.p99_kl:.2g}",
-            f"{100 * r.top1_agreement:.1f}%",
-            f"{r.bytes_per_token:,.0f}",
-            f"{tokens_in_pool(settings, r):,}",
-        )
-        for r in results
+FORMATS = (
+    Column("KV", "kv_format", case=True),
+    Column("perplexity", "perplexity", better="lower"),
+    Column("KL", "mean_kl", better="lower"),
+    Column("p99 KL", "p99_kl", better="lower"),
+    Column("same top-1, %", "top1_agreement", 100, better="higher"),
+    Column("bytes a token", "bytes_per_token", better="lower"),
+    Column("tokens in 1 GiB", lambda row: tokens_in(GIB, row["bytes_per_token"]), better="higher"),
+    Column("tokens in the pool", "tokens_in_pool", better="higher"),
+)
+
+
+def figures(results: Mapping[str, Any]) -> list[Figure]:
+    """What fits, and what that costs."""
+    formats = results["formats"]
+    pools = {"in 1 GiB": GIB}
+    if results["pool_mb"] << 20 != GIB:
+        pools[f"in a pool of {results['pool_mb']} MiB"] = results["pool_mb"] << 20
+    lossy = [row for row in formats if row["mean_kl"] > 0]
+    return [
+        capacity_bars({row["kv_format"]: row["bytes_per_token"] for row in formats}, pools),
+        Bars(
+            "What a format costs",
+            "Mean KL of the predictions to those with fp16 KV, in thousandths of a nat a token: 0 is no difference.",
+            "KL, nats/1000",
+            tuple(row["kv_format"] for row in lossy),
+            {"mean KL": tuple(1e3 * row["mean_kl"] for row in lossy)},
+        ),
     ]
-    return f"{settings.model}, {tokens:,} tokens; KL to fp16 KV in nats a token\n{report.table(columns, rows)}"
-
-
-def _plot(results: Sequence[Quality], axes: Axes) -> None:
-    """Draw the loss over the bytes: what a byte saved costs."""
-    measured = [r for r in results if r.mean_kl > 0]
-    axes.scatter([r.bytes_per_token / 1024 for r in measured], [r.mean_kl for r in measured])
-    for r in measured:
-        axes.annotate(r.kv_format, (r.bytes_per_token / 1024, r.mean_kl), xytext=(5, 3), textcoords="offset points")
-    axes.set_yscale("log")
-    axes.set_xlabel("KiB a token")
-    axes.set_ylabel("mean KL to fp16 KV, nats a token")
-    axes.margins(x=0.25, y=0.2)

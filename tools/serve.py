@@ -15,6 +15,7 @@ from pydantic_settings import CliSuppress, NoDecode
 
 from ..engine_core.config import EngineSettings
 from ..frontend.config import FrontendSettings
+from ..logs import setup
 from ..protocol.errors import ColdblockError
 from ..protocol.sockets import default_endpoint, default_events_endpoint
 from ..settings import Settings, UsageError, flag_name, load
@@ -50,6 +51,7 @@ class ServeSettings(EngineSettings, FrontendSettings):
 def main(argv: list[str]) -> int:
     """Run the command until a signal ends it or a child cannot be kept running."""
     settings = load(ServeSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
+    setup(settings.log_level, settings.log_format, "serve")
     try:
         port = free_port(settings.host, settings.port)
         resolve_model(settings.model)

@@ -6,12 +6,12 @@ Owns: the restart policy; every start, death and restart is said. Does not know:
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..logs import tell
 from ..settings import EXIT_FAILED, EXIT_USAGE
 from .children import STOP_GRACE_S, describe_exit, start, stop, until_ready
 
@@ -32,7 +32,7 @@ class ChildSpec:
 
 def say(line: str) -> None:
     """One line of ours among the children's."""
-    print(f"coldblock serve: {line}", file=sys.stderr, flush=True)
+    tell("coldblock serve", line)
 
 
 async def supervise(engine: ChildSpec, frontend: ChildSpec) -> int:

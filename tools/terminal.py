@@ -6,13 +6,13 @@ Owns: the wording and look of these. Does not know: where the values come from.
 from __future__ import annotations
 
 import os
-import re
+import unicodedata
+from functools import lru_cache
 from typing import TextIO
 
 from ..protocol.messages import SwapEvent
 
 _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36"}
-_ESCAPES = re.compile(r"(\x1b\[[0-9;?]*[a-zA-Z])")
 
 
 class Style:
@@ -28,14 +28,43 @@ class Style:
         return f"\x1b[{';'.join(_CODES[name] for name in names)}m{text}\x1b[0m"
 
 
-def clip(text: str, columns: int) -> str:
-    """`text` cut to so many visible columns; escape sequences take none and are all kept, so colours end."""
-    parts, left = [], columns
-    for index, part in enumerate(_ESCAPES.split(text)):
-        if index % 2 == 0:
-            part, left = part[:left], left - len(part[:left])
-        parts.append(part)
-    return "".join(parts)
+def columns_of(text: str) -> int:
+    """How many columns `text` takes on a terminal: two for a wide character, none for one that joins the one before."""
+    return len(text) if text.isascii() else sum(map(_columns, text))
+
+
+@lru_cache(4096)
+def _columns(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def safe(text: str) -> str:
+    """`text` that others chose, such as a request's id, with every character replaced that could steer a terminal."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def shorten(text: str, columns: int) -> str:
+    """`text` in so many columns at the most: beginning and end of a longer one, as ids often differ at their end."""
+    if columns_of(text) <= columns:
+        return text
+    tail = max(0, (columns - 1) // 3)
+    head = columns - 1 - tail
+    return f"{_fitting(text, head)}…{_fitting(text[::-1], tail)[::-1]}" if columns > 0 else ""
+
+
+def _fitting(text: str, columns: int) -> str:
+    """The beginning of `text` that fits."""
+    fitting, taken = "", 0
+    for character in text:
+        taken += _columns(character)
+        if taken > columns:
+            break
+        fitting += character
+    return fitting
 
 
 def human_bytes(count: float) -> str:

@@ -39,15 +39,19 @@ class BlockPool:
         """Slots that hold nothing."""
         return len(self._free)
 
-    def take(self) -> int:
-        """A free slot."""
-        if not self._free:
-            raise PoolExhausted(f"no slot of {self.total} is free")
-        return self._free.pop()
+    def take(self, count: int) -> list[int]:
+        """So many free slots, in ascending order."""
+        kept = len(self._free) - count
+        if kept < 0:
+            raise PoolExhausted(f"{count} slots wanted, {self.free} of {self.total} are free")
+        taken = self._free[kept:]
+        del self._free[kept:]
+        taken.sort()
+        return taken
 
-    def give(self, slot: int) -> None:
-        """A slot holds nothing any more."""
-        self._free.append(slot)
+    def give(self, slots: Iterable[int]) -> None:
+        """These slots hold nothing any more."""
+        self._free += slots
 
     def use(self, shelves: Iterable[Sized], in_flight: int) -> PoolUse:
         """The slots by state, given what stands on shelves and what copies touch."""

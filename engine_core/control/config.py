@@ -13,7 +13,7 @@ class SchedulerConfig:
 
     Full blocks are copied out ahead of need while more than the share `write_behind_above` of the GPU pool is taken.
     With `allow_oversize` a request may be larger than the GPU pool: while it is, at most `window` blocks of it are on
-    the GPU, and what comes before is read from the CPU tier.
+    the GPU, and what comes before is read from the CPU tier. `kv_events`: keep a log of which prefixes are where.
     """
 
     block_size: int
@@ -34,6 +34,7 @@ class SchedulerConfig:
     swap_or_recompute: str = "cheaper"
     write_behind_above: float = 0.5
     allow_oversize: bool = False
+    kv_events: bool = False
 
     @property
     def cpu_blocks(self) -> int:

@@ -6,6 +6,7 @@ a request whose copies have ended (`scheduler`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from .costs import Speeds
 from .journal import Journal
 from .plan import BlockMove, MoveDone
 from .request import Copied, Request, State
-from .swap import Block, Move, Residency
+from .swap import Block, Move, Residency, residing
 from .tiers import Tiers
 from .updates import SwapReason
 
@@ -59,11 +60,13 @@ class Copies:
 
     def wait_for_loads(self, request: Request) -> None:
         """Nor before all copies that bring its blocks in have, whoever began them."""
-        arriving = [block.move for block in request.hot if block.residency is Residency.COPYING_IN]
-        request.copied = Copied(sum(move is not None and move.request is request for move in arriving))
-        for move in dict.fromkeys(arriving):
-            if move is not None:
-                self.wait_for(request, move)
+        arriving = Counter([block.move for block in residing(request.hot, Residency.COPYING_IN)])
+        request.copied = Copied()
+        for move, blocks in arriving.items():
+            assert move is not None
+            self.wait_for(request, move)
+            if move.request is request:
+                request.copied.blocks += blocks
 
     def stop_waiting(self, request: Request) -> None:
         """The request awaits no copy any more; they go on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .config import SchedulerConfig
 from .plan import Direction, MoveDone, SampledToken
 from .request import Copied, Request
-from .swap import Move
+from .swap import READABLE, Move
 from .tiers import Tiers
 from .updates import (
     Counters,
@@ -160,8 +160,11 @@ class Journal:
 
 def view(request: Request, now: float) -> RequestView:
     """A live request as a monitor shows it."""
-    running = bool(request.block_table)  # then all its blocks but the cold ones are on the GPU, and nobody counts them
-    gpu_blocks = len(request.block_table) if running else sum(block.readable for block in request.hot)
+    gpu_blocks = len(request.block_table)
+    if not gpu_blocks and request.blocks:  # who runs has all but the cold ones on the GPU, so that nobody counts them
+        gpu_blocks = sum([block.residency in READABLE for block in request.hot])
+    stalled_s = 0.0 if request.swapped_since is None else now - request.swapped_since
+    first, gaps = request.first_token_at, request.num_outputs - 1
     return RequestView(
         request_id=request.request_id,
         state=request.state.value,
@@ -170,8 +173,14 @@ def view(request: Request, now: float) -> RequestView:
         gpu_blocks=gpu_blocks,
         cpu_blocks=len(request.blocks) - gpu_blocks,
         swaps=request.swaps,
-        stall_s=request.stall_s + (0.0 if request.swapped_since is None else now - request.swapped_since),
+        stall_s=request.stall_s + stalled_s,
         age_s=now - request.arrived_at,
         priority=request.priority,
         moved_blocks=request.moved_blocks,
+        stalled_s=stalled_s,
+        queue_s=(now if request.admitted_at is None else request.admitted_at) - request.arrived_at,
+        ttft_s=None if first is None else first - request.arrived_at,
+        tpot_s=None if first is None or gaps < 1 else (request.last_token_at - first) / gaps,
+        cached_tokens=request.cached_tokens,
+        recomputes=request.recomputes,
     )

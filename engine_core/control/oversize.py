@@ -16,7 +16,7 @@ from itertools import takewhile
 from .config import SchedulerConfig
 from .copies import Copies
 from .request import Request
-from .swap import Block, Residency
+from .swap import Block, Residency, residing
 from .tiers import Tiers
 
 
@@ -54,8 +54,7 @@ class ColdBlocks:
 
     def found(self, request: Request, blocks: list[Block]) -> None:
         """A request that is admitted finds the beginning of its prompt in the CPU tier, and reads it there."""
-        for block in blocks:
-            self._tiers.own(block)
+        self._tiers.own(blocks)
         self._tiers.read_cold(blocks, used=False)
         request.cold, request.cold_table = len(blocks), array("i", [block.cpu for block in blocks])
 
@@ -94,9 +93,9 @@ class ColdBlocks:
     def give_up(self, request: Request, held: list[Block] | None) -> None:
         """The request has gone. If a step in flight may read its cold blocks they are `held` until it is applied."""
         cold = request.blocks[: request.cold]
-        self._tiers.release(reversed(cold), used=False)
+        self._tiers.release(cold[::-1], used=False)
         if held is None:
-            self._tiers.stop_reading(reversed(cold))
+            self._tiers.stop_reading(cold[::-1])
         else:
             held.extend(cold)
         request.cold, request.cold_table = 0, array("i")
@@ -106,4 +105,4 @@ class ColdBlocks:
 
 
 def _without_copy(blocks: Sequence[Block]) -> list[Block]:
-    return [block for block in blocks if block.residency is Residency.GPU]
+    return residing(blocks, Residency.GPU)

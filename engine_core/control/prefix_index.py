@@ -1,42 +1,47 @@
-"""Which block holds the KV of which token prefix: a hash chain over full blocks, one index over both tiers.
+"""Which block holds the KV of which token prefix: a digest of every full block's prefix, one index over both tiers.
 
-Owns: the map from a chain digest to the block that holds it.
+Owns: the map from a prefix's digest to the block that holds it.
 Does not know: where a block is and when it is given up (`tiers`), or when tokens have been computed (`scheduler`).
 
-A block's digest covers its tokens and, through its parent's digest, every token before it. Digests are
-blake2b of 16 bytes, so that two prefixes never share KV by accident or on purpose.
+A block's digest is the SHA-256 of all tokens up to its end, so that two prefixes never share KV by accident or on
+purpose. One hash runs through a request's tokens; so each of them is hashed once.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .swap import Block
 
-DIGEST_BYTES = 16
+
+class PrefixChain:
+    """The digests of one request's prefixes, the shortest first, as far as somebody has asked for them."""
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+        self._hash = sha256()
+
+    def extend(self, tokens: array[int], full_blocks: int, block_size: int) -> None:
+        """Let `digests` cover the first `full_blocks` blocks of `tokens`, which begin with those of the last call."""
+        known, size = len(self.digests) * block_size, block_size * tokens.itemsize
+        content = tokens[known : full_blocks * block_size].tobytes()
+        for start in range(0, len(content), size):
+            self._hash.update(content[start : start + size])
+            self.digests.append(self._hash.digest())
 
 
 class PrefixIndex:
     """Digest of a full block's prefix -> block. `Block.digest` is set exactly while the index names the block."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._block_of: dict[bytes, Block] = {}
 
     def __len__(self) -> int:
         return len(self._block_of)
-
-    def extend_chain(self, digests: list[bytes], tokens: array[int], full_blocks: int) -> None:
-        """Append to `digests` until it covers the first `full_blocks` blocks of `tokens`."""
-        size = self._block_size
-        for start in range(len(digests) * size, full_blocks * size, size):
-            parent = digests[-1] if digests else b""
-            content = tokens[start : start + size].tobytes()
-            digests.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
 
     def holder(self, digest: bytes) -> Block | None:
         """The block that holds the prefix, if one does."""
@@ -52,10 +57,13 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def insert(self, digest: bytes, block: Block) -> None:
-        """Say that `block` holds the prefix, unless another block already does: that one stays the answer."""
-        if self._block_of.setdefault(digest, block) is block:
-            block.digest = digest
+    def insert(self, digest: bytes, block: Block) -> bool:
+        """Say that `block` holds the prefix, unless a block already does: that one stays the answer. Whether it did."""
+        if digest in self._block_of:
+            return False
+        self._block_of[digest] = block
+        block.digest = digest
+        return True
 
     def drop(self, block: Block) -> None:
         """Forget what `block` holds; a block that is not indexed is ignored."""

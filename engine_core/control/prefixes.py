@@ -34,8 +34,7 @@ class Prefixes:
         if not self._enabled:
             return []
         full = (len(request.tokens) - 1) // self._block_size
-        self._tiers.index.extend_chain(request.digests, request.tokens, full)
-        hits = self._tiers.index.match(request.digests[:full])
+        hits = self._match(request, full)
         away = [i for i, block in enumerate(hits) if not block.readable]
         if away:
             work = Work(0, len(away), (len(hits) - away[0]) * self._block_size, running)
@@ -48,8 +47,11 @@ class Prefixes:
         if not self._enabled:
             return []
         full = (len(request.tokens) - 1) // self._block_size
-        self._tiers.index.extend_chain(request.digests, request.tokens, full)
-        return list(takewhile(lambda block: block.copied, self._tiers.index.match(request.digests[:full])))
+        return list(takewhile(lambda block: block.copied, self._match(request, full)))
+
+    def _match(self, request: Request, full: int) -> list[Block]:
+        request.chain.extend(request.tokens, full, self._block_size)
+        return self._tiers.index.match(request.chain.digests[:full])
 
     def rematch(self, request: Request) -> None:
         """Blocks that are away and that others have computed as well need not be copied: share theirs.
@@ -58,14 +60,15 @@ class Prefixes:
         """
         if not self._enabled:
             return
-        index, full = self._tiers.index, min(len(request.digests), request.computed_tokens // self._block_size)
+        index, digests = self._tiers.index, request.chain.digests
+        full = min(len(digests), request.computed_tokens // self._block_size)
         for position in range(request.cold, full):
             block = request.blocks[position]
             if block.digest is not None or block.residency is not Residency.CPU:
                 continue
-            holder = index.holder(request.digests[position])
+            holder = index.holder(digests[position])
             if holder is not None:
-                self._tiers.own(holder)
+                self._tiers.own([holder])
                 request.blocks[position] = holder
                 self._tiers.release([block], used=False)
 
@@ -73,15 +76,13 @@ class Prefixes:
         """Let others find the first `full` blocks of a request that has them all; their KV has been computed."""
         if not self._enabled or not request.indexed_blocks < full <= len(request.blocks):
             return
-        index = self._tiers.index
-        index.extend_chain(request.digests, request.tokens, full)
-        for position in range(request.indexed_blocks, full):
-            index.insert(request.digests[position], request.blocks[position])
+        request.chain.extend(request.tokens, full, self._block_size)
+        self._tiers.name(request.blocks, request.chain.digests, range(request.indexed_blocks, full), request.tokens)
         request.indexed_blocks = full
 
     def forget(self, request: Request) -> None:
         """Nobody may find what a failed request computed, nor what it was computed from, wherever that is by now."""
-        for digest in request.digests:
+        for digest in request.chain.digests:
             block = self._tiers.index.holder(digest)
             if block is not None:
                 self._tiers.forget(block)

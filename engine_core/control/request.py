@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from .prefix_index import PrefixChain
 from .sampling import Sampling
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Request:
     copied: Copied = field(default_factory=Copied)
     swap_reason: SwapReason = "growth"
 
-    digests: list[bytes] = field(default_factory=list)  # the prefix index's hash chain over `tokens`
+    chain: PrefixChain = field(default_factory=PrefixChain)  # over `tokens`
     indexed_blocks: int = 0  # so many of `blocks` have been offered to the prefix index
     cached_tokens: int = 0  # found in the prefix index at the first admission
     tokens_at_admission: int = 0  # `computed_tokens` at the last admission
@@ -150,6 +151,7 @@ class Request:
     last_active_time: float = 0.0
     admitted_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float = 0.0
     swapped_since: float | None = None
     stall_s: float = 0.0
 

@@ -13,7 +13,7 @@ from .config import SchedulerConfig
 from .oversize import is_oversize, most_hot
 from .prefixes import Prefixes
 from .request import Request, State
-from .swap import Block, Residency
+from .swap import Block, Residency, residing
 from .tiers import Tiers
 
 
@@ -58,7 +58,7 @@ class Room:
             cold = self._prefixes.cold(request)
             return Entry([], [], min(self._config.window, total - len(cold)), cold)
         hits = self._prefixes.cached(request, len(self._running))
-        away = [block for block in hits if block.residency is Residency.CPU]
+        away = residing(hits, Residency.CPU)
         return Entry(hits, away, total - len(hits), [])
 
     def fits(self, entry: Entry, leaving: Collection[Request] = ()) -> bool:
@@ -74,7 +74,7 @@ class Room:
 
         What the next token of every request that stays will need is left to it.
         """
-        reused = sum(self._tiers.gives_way(block) for block in hits)
+        reused = self._tiers.giving_way(hits)
         return self._tiers.available + self.freed_by(leaving, hits) - reused - self.growth(leaving)
 
     def growth(self, leaving: Collection[Request] = (), further: int = 0) -> int:
@@ -93,7 +93,7 @@ class Room:
 
     def freed_by(self, leaving: Collection[Request], hits: Collection[Block] = ()) -> int:
         """Blocks that can be had when these running requests have left; `hits` will go on being used."""
-        return sum(block not in hits for block in self.used_only_by(leaving))
+        return len(set(self.used_only_by(leaving)).difference(hits))
 
     def used_only_by(self, leaving: Collection[Request]) -> list[Block]:
         """The blocks that nobody uses once these running requests have left."""
@@ -117,7 +117,7 @@ class Room:
                     continue
                 full = request.computed_tokens // self._config.block_size
                 ordered = list(reversed(request.blocks[:full])) + ([] if full_only else request.blocks[full:])
-                parked = [block for block in ordered if block.residency is Residency.GPU and not block.users]
+                parked = [block for block in residing(ordered, Residency.GPU) if not block.users]
                 if parked:
                     return request, parked[:most]
         return None, []
@@ -140,7 +140,7 @@ class Room:
     def leaving_shortage(self, victims: Collection[Request], lacking: int) -> str | None:
         """Why the victims' leaving cannot make `lacking` slots available; None when it can."""
         leaving = self.used_only_by(victims)
-        written = sum(block.residency is Residency.BOTH for block in leaving)
-        copies = min(lacking - written, sum(block.residency is Residency.GPU for block in leaving))
+        written = len(residing(leaving, Residency.BOTH))
+        copies = min(lacking - written, len(residing(leaving, Residency.GPU)))
         # What they have in both tiers already is among what the CPU tier could give up, but will be needed.
         return self.cpu_shortage(copies, kept=written) if copies > 0 else None

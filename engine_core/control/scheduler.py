@@ -72,10 +72,11 @@ from .prefixes import Prefixes
 from .request import RUNS, USES_BLOCKS, Copied, Event, Request, State
 from .room import Entry, Room
 from .sampling import Sampling
-from .swap import NO_SLOT, Block, Residency
+from .swap import NO_SLOT, Block, Residency, residing
+from .tier_log import TierChange, TierLog
 from .tiers import Tiers
 from .updates import Counters, FinishReason, RequestView, SwapReason, Update
-from .validation import Refusal, check_prompt, check_sampling
+from .validation import Refusal, check_sampling, checked_prompt
 from .write_behind import WriteBehind
 
 __all__ = ["Refusal", "Scheduler", "SchedulerConfig"]
@@ -107,7 +108,8 @@ class Scheduler:
         self._favoured: Request | None = None  # the newcomer that running requests gave way to
 
         self._speeds = Speeds(config.block_bytes)
-        self._tiers = Tiers(config.num_gpu_blocks, config.cpu_blocks, config.block_size)
+        self._tier_log = TierLog(config.block_size) if config.kv_events else None
+        self._tiers = Tiers(config.num_gpu_blocks, config.cpu_blocks, self._tier_log)
         self._journal = Journal(config, self._tiers)
         self._copies = Copies(self._tiers, self._journal, self._speeds)
         self._cold = ColdBlocks(config, self._tiers, self._copies)
@@ -127,12 +129,12 @@ class Scheduler:
         config, limit, now = self.config, self.config.max_request_tokens, self._clock()
         if request_id in self._requests:
             raise Refusal("request_id", request_id, "an id that no live request has")
-        check_prompt(prompt, config)
+        tokens = checked_prompt(prompt, config)
         check_sampling(sampling, config.vocab_size)
         self._arrivals += 1
         request = Request(
             request_id=request_id,
-            tokens=array("i", prompt),
+            tokens=tokens,
             prompt_length=len(prompt),
             sampling=sampling,
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
@@ -159,6 +161,10 @@ class Scheduler:
     def drain(self) -> list[Update]:
         """What happened since the last call, in order."""
         return self._journal.drain()
+
+    def drain_tier_changes(self) -> list[TierChange]:
+        """Which indexed blocks came to a tier or left it since the last call, in order; nothing without `kv_events`."""
+        return [] if self._tier_log is None else self._tier_log.drain()
 
     # ------------------------------------------------------------ plan
 
@@ -247,7 +253,7 @@ class Scheduler:
         shortage = self._room.cpu_shortage(1)
         if victim.computed_tokens == 0 or victim.copy_failures >= MAX_COPY_FAILURES or self._recomputes(victim):
             self._preempt(victim, now)
-        elif shortage is not None and all(block.residency is not Residency.BOTH for block in victim.hot):
+        elif shortage is not None and not residing(victim.hot, Residency.BOTH):
             self._journal.swap_rejected(victim, "growth", shortage)
             self._preempt(victim, now)
         else:
@@ -256,7 +262,7 @@ class Scheduler:
     def _recomputes(self, victim: Request) -> bool:
         """Whether to compute the victim's KV again rather than to copy it."""
         content = self.config.blocks_for(victim.computed_tokens) - victim.cold
-        out = sum(block.residency is Residency.GPU for block in victim.hot[:content])
+        out = len(residing(victim.hot[:content], Residency.GPU))
         work = Work(out, content, victim.computed_tokens, len(self._running) - 1)
         return self._recompute_is_better(work)
 
@@ -352,8 +358,7 @@ class Scheduler:
         if new < 0:  # it has become oversize since it ran, and has more than a window to load
             self._preempt(request, now)
             return True
-        missing = [block for block in hot if block.residency is Residency.CPU]
-        kept = sum([block.gpu_shelf is not None and tiers.gives_way(block) for block in hot])
+        missing, kept = residing(hot, Residency.CPU), tiers.giving_way(hot)
         margin = self._room.growth(further=self.config.block_size)
         needed = len(missing) + new + kept + margin
         if needed > tiers.available:
@@ -391,21 +396,20 @@ class Scheduler:
         wanted = sum(chunk_tokens(request, self.config) for request in self._running.values())
         while self._waiting and len(self._running) + len(self._loading) < seats and wanted < budget:
             request = self._waiting[0]
-            if not self._admit(request, now):
-                self._give_way(request, now)
+            if self._in_step(request) or not self._room.cpu_holds(request):
                 return
+            entry = self._room.entry(request)
+            if not self._room.fits(entry):
+                self._give_way(request, entry, now)
+                return
+            self._admit(request, entry, now)
             wanted += chunk_tokens(request, self.config)
 
-    def _admit(self, request: Request, now: float) -> bool:
-        """Run a waiting request if its tokens so far and one more fit beside the running ones; it gets those blocks.
+    def _admit(self, request: Request, entry: Entry, now: float) -> None:
+        """Run a waiting request, whose `entry` fits: its tokens so far and one more get their blocks.
 
         What of its prefix is in the CPU tier is loaded first, or read there if the request is oversize.
         """
-        if self._in_step(request) or not self._room.cpu_holds(request):
-            return False
-        entry = self._room.entry(request)
-        if not self._room.fits(entry):
-            return False
         tiers, hits = self._tiers, entry.hits
         tiers.share(hits)
         request.blocks = hits
@@ -426,7 +430,6 @@ class Scheduler:
         else:
             request.on(Event.ADMIT)
             self._start(request, now)
-        return True
 
     def _start(self, request: Request, now: float) -> None:
         """An admitted request has its blocks and begins to run."""
@@ -440,19 +443,23 @@ class Scheduler:
         """Admit the newcomer that others gave way to, or go on making room for it."""
         if not self._room.cpu_holds(newcomer):
             self._favoured = None  # another has become oversize meanwhile
-        elif not self._admit(newcomer, now):
+            return
+        entry = self._room.entry(newcomer)
+        if not self._room.fits(entry):
             alone = not self._running and not self._loading
-            if self._reclaim(self._room.wanted(self._room.entry(newcomer)), "admission", now, force=alone):
-                self._admit(newcomer, now)
+            if not self._reclaim(self._room.wanted(entry), "admission", now, force=alone):
+                return
+            entry = self._room.entry(newcomer)
+        if self._room.fits(entry):
+            self._admit(newcomer, entry, now)
 
-    def _give_way(self, newcomer: Request, now: float) -> None:
+    def _give_way(self, newcomer: Request, entry: Entry, now: float) -> None:
         """Swap out running requests for one that was never admitted, if its prompt then fits and the budget allows.
 
         Called only while no one is swapped out. Whoever leaves has got on since its admission, and does so only once.
         """
-        if newcomer.admitted_at is not None or newcomer.denied_room or not self._room.cpu_holds(newcomer):
+        if newcomer.admitted_at is not None or newcomer.denied_room:
             return
-        entry = self._room.entry(newcomer)
         victims = self._victims_for(newcomer, entry)
         if not victims or any(self._recomputes(victim) for victim in victims):
             return
@@ -523,6 +530,7 @@ class Scheduler:
     def _take_token(self, request: Request, token: SampledToken, now: float) -> None:
         if request.first_token_at is None:
             request.first_token_at = now
+        request.last_token_at = now
         token_id = token.token_id
         if token_id in request.end_tokens:
             self._finish(request, "stop", now, stop_token=token_id)
@@ -606,7 +614,7 @@ class Scheduler:
 
     def _park(self, request: Request) -> None:
         content = self.config.blocks_for(request.computed_tokens)
-        self._tiers.release(reversed(request.blocks[content:]), used=True)
+        self._tiers.release(request.blocks[content:][::-1], used=True)
         del request.blocks[content:]
         self._tiers.park(request.hot)
 
@@ -659,7 +667,7 @@ class Scheduler:
             requests.pop(request.request_id, None)
         self._copies.stop_waiting(request)
         # Last block first, so that the caches' LRU gives up the end of a prefix before its beginning.
-        self._tiers.release(reversed(request.hot), used=request.state in USES_BLOCKS)
+        self._tiers.release(request.hot[::-1], used=request.state in USES_BLOCKS)
         # A copy to their CPU slots would not wait for a step in flight that reads them, so they are held for it.
         self._cold.give_up(request, self._in_flight[-1].read_cold if self._in_step(request) else None)
         request.blocks, request.block_table = [], array("i")
@@ -720,6 +728,10 @@ class Scheduler:
     def cpu_use(self) -> PoolUse:
         """The CPU tier's blocks by state."""
         return self._tiers.cpu_use()
+
+    def shared_blocks(self) -> tuple[int, int]:
+        """Of the used blocks of the GPU tier, and of the CPU tier, those that more than one request owns."""
+        return self._tiers.shared()
 
     def requests(self, most: int | None = None) -> list[RequestView]:
         """Every live request, or the first `most`, in order of arrival."""

@@ -7,6 +7,7 @@ copied; completions may come many steps later, in any order, or as failures.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ Shelf = OrderedDict["Block", None]
 class Residency(Enum):
     """Where one block's content is valid. In the two copying states its target is on the way."""
 
-    __hash__ = object.__hash__  # of their names, in Python, as enums have it, takes longer than all else in `Block.on`
+    __hash__ = object.__hash__  # of their names, in Python, as enums have it, takes longer than all else in `advance`
 
     NOWHERE = "nowhere"
     GPU = "gpu"
@@ -49,19 +50,16 @@ class BlockEvent(Enum):
     DROP_CPU = "drop_cpu"
 
 
-RESIDENCY: dict[tuple[Residency, BlockEvent], Residency] = {
-    (Residency.NOWHERE, BlockEvent.ALLOCATE): Residency.GPU,
-    (Residency.GPU, BlockEvent.BEGIN_OUT): Residency.COPYING_OUT,
-    (Residency.GPU, BlockEvent.DROP_GPU): Residency.NOWHERE,
-    (Residency.COPYING_OUT, BlockEvent.COPIED): Residency.BOTH,
-    (Residency.COPYING_OUT, BlockEvent.FAILED): Residency.GPU,
-    (Residency.BOTH, BlockEvent.DROP_GPU): Residency.CPU,
-    (Residency.BOTH, BlockEvent.DROP_CPU): Residency.GPU,
-    (Residency.CPU, BlockEvent.BEGIN_IN): Residency.COPYING_IN,
-    (Residency.CPU, BlockEvent.DROP_CPU): Residency.NOWHERE,
-    (Residency.COPYING_IN, BlockEvent.COPIED): Residency.BOTH,
-    (Residency.COPYING_IN, BlockEvent.FAILED): Residency.CPU,
+RESIDENCY: dict[BlockEvent, dict[Residency, Residency]] = {
+    BlockEvent.ALLOCATE: {Residency.NOWHERE: Residency.GPU},
+    BlockEvent.BEGIN_OUT: {Residency.GPU: Residency.COPYING_OUT},
+    BlockEvent.BEGIN_IN: {Residency.CPU: Residency.COPYING_IN},
+    BlockEvent.COPIED: {Residency.COPYING_OUT: Residency.BOTH, Residency.COPYING_IN: Residency.BOTH},
+    BlockEvent.FAILED: {Residency.COPYING_OUT: Residency.GPU, Residency.COPYING_IN: Residency.CPU},
+    BlockEvent.DROP_GPU: {Residency.GPU: Residency.NOWHERE, Residency.BOTH: Residency.CPU},
+    BlockEvent.DROP_CPU: {Residency.BOTH: Residency.GPU, Residency.CPU: Residency.NOWHERE},
 }
+"""Where a block is after each event, by where it was."""
 
 
 class IllegalMove(RuntimeError):
@@ -89,17 +87,10 @@ class Block:
     gpu_shelf: Shelf | None = None  # where its slots stand while they may be given up
     cpu_shelf: Shelf | None = None
 
-    def on(self, event: BlockEvent) -> None:
-        """Move to the residency that the table gives. Raises IllegalMove for a pair that is not in it."""
-        try:
-            self.residency = RESIDENCY[self.residency, event]
-        except KeyError:
-            raise IllegalMove(f"{event.name} on a block in {self.residency.name}") from None
-
     @property
     def readable(self) -> bool:
         """Whether its content is on the GPU now."""
-        return self.residency in _READABLE
+        return self.residency in READABLE
 
     @property
     def copied(self) -> bool:
@@ -107,8 +98,23 @@ class Block:
         return self.residency in _COPIED
 
 
-_READABLE = frozenset({Residency.GPU, Residency.COPYING_OUT, Residency.BOTH})
+READABLE = frozenset({Residency.GPU, Residency.COPYING_OUT, Residency.BOTH})
 _COPIED = frozenset({Residency.CPU, Residency.COPYING_IN, Residency.BOTH})
+
+
+def advance(blocks: Iterable[Block], event: BlockEvent) -> None:
+    """Move all to the residency that the table gives. Raises IllegalMove for a pair that is not in it."""
+    after = RESIDENCY[event]
+    for block in blocks:
+        try:
+            block.residency = after[block.residency]
+        except KeyError:
+            raise IllegalMove(f"{event.name} on a block in {block.residency.name}") from None
+
+
+def residing(blocks: Iterable[Block], residency: Residency) -> list[Block]:
+    """Those of the blocks that are in this residency."""
+    return [block for block in blocks if block.residency is residency]
 
 
 @dataclass(slots=True, eq=False)

@@ -98,9 +98,12 @@ class Counters:
     finished: Counter[FinishReason] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
-    """One live request as a monitor shows it."""
+class RequestView(NamedTuple):
+    """One live request as a monitor shows it. Seconds as in `FinishedUpdate`, as far as it has come.
+
+    `stall_s`: all its time swapped out; `stalled_s`: of the swap it is in now, else 0. `ttft_s`: arrival to the first
+    token; `tpot_s`: mean gap between its tokens; None while there is none.
+    """
 
     request_id: str
     state: str
@@ -112,4 +115,10 @@ class RequestView:
     stall_s: float
     age_s: float
     priority: int
-    moved_blocks: int = 0
+    moved_blocks: int
+    stalled_s: float
+    queue_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    cached_tokens: int
+    recomputes: int

@@ -6,6 +6,7 @@ Owns: the ranges, and `Refusal`. Does not know: the requests that are already th
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 
 from .config import SchedulerConfig
@@ -29,8 +30,10 @@ class Refusal(Exception):
         self.allowed = allowed
 
 
-def check_prompt(prompt: Sequence[int], config: SchedulerConfig) -> None:
-    """Raise Refusal for a prompt that is empty, has unknown token ids, or leaves no room for one answer token."""
+def checked_prompt(prompt: Sequence[int], config: SchedulerConfig) -> array[int]:
+    """The prompt's token ids, in an `array("i")` of their own. Raises Refusal for a prompt that is empty, has unknown
+    token ids, or leaves no room for one answer token. Quickest for an `array("I")`.
+    """
     if not prompt:
         raise Refusal("prompt", "empty", "at least 1 token")
     if len(prompt) >= config.max_request_tokens:
@@ -41,9 +44,15 @@ def check_prompt(prompt: Sequence[int], config: SchedulerConfig) -> None:
             f"at most {config.max_request_tokens - 1} tokens: max_model_len is {config.max_model_len}, {_room(config)}",
         )
     # Only now: looking through the millions of ids that fit into one message would hold up a step.
-    for token in (min(prompt), max(prompt)):
-        if not 0 <= token < config.vocab_size:
-            raise Refusal("prompt", f"token id {token}", f"token ids 0 to {config.vocab_size - 1}")
+    try:
+        tokens = array("I", prompt)
+        known = max(tokens) < config.vocab_size
+    except OverflowError:
+        known = False
+    if not known:
+        unknown = next(token for token in prompt if not 0 <= token < config.vocab_size)
+        raise Refusal("prompt", f"token id {unknown}", f"token ids 0 to {config.vocab_size - 1}")
+    return array("i", tokens.tobytes())
 
 
 def _room(config: SchedulerConfig) -> str:

@@ -14,7 +14,7 @@ from .plan import Direction
 from .policies import RequestChoice
 from .request import Request
 from .room import Room
-from .swap import Block, Residency
+from .swap import Block, Residency, residing
 from .tiers import Tiers
 
 COPY_BYTES = 32 << 20  # about so much is copied at a time: a copy that is needed waits for it
@@ -89,7 +89,7 @@ class WriteBehind:
             behind.remove(request)
             first, full = request.written_blocks, request.computed_tokens // size
             request.written_blocks = min(full, first + most)
-            blocks = [b for b in request.blocks[first : request.written_blocks] if b.residency is Residency.GPU]
+            blocks = residing(request.blocks[first : request.written_blocks], Residency.GPU)
             if blocks:
                 yield request, blocks
 

@@ -34,6 +34,7 @@ from .batch import PagedBatch
 from .config import ExecutorConfig
 from .executor import IDLE_COPY_WAIT_S, Capacity
 from .kv_pool import KVPool
+from .link import measure_link
 from .memory import available_memory
 from .sampler import Sampler
 from .transfer import Transfers
@@ -74,6 +75,7 @@ class CpuExecutor:
             )
         self._rows = _rows_a_pass(self._model) if config.deterministic else 0
         self._transfers = Transfers(self._pool)
+        self.link_peak = measure_link(self._transfers, self.capacity)
         self._sampler = Sampler(self.model_config.tokenizer_vocab_size)
         self._result: StepResult | None = None
         self._computed = False  # whether the last step had chunks

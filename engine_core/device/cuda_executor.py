@@ -42,6 +42,7 @@ from .cuda_sampler import CudaSampler, Picks, StepTokens
 from .cuda_transfer import CudaTransfers
 from .executor import IDLE_COPY_WAIT_S, Capacity
 from .kv_pool import KVPool
+from .link import measure_link
 from .memory import available_memory
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class CudaExecutor:
         blocks = self.capacity.num_gpu_blocks, self.capacity.num_cpu_blocks
         self._pool = KVPool(model.kv_shape, config.block_size, self.kv_format, *blocks, DEVICE)
         self._transfers = CudaTransfers(self._pool)
+        self.link_peak = measure_link(self._transfers, self.capacity)
         self._tables = BlockTables(sizes.max_seqs, sizes.max_blocks)
         attention = ColdAttention(cold, self._pool) if cold is not None else None
         self._runner = CudaRunner(decoder, workspace, memory, self._pool.pages, self._sampler.memory, attention)
@@ -142,13 +144,14 @@ class CudaExecutor:
         )
 
     def _load_decoder(self, memory: float) -> CudaDecoder:
-        """With dense copies of four-bit linears where these would take little of the memory that may be taken."""
+        """With dense copies of packed matrices where these would take little of the memory that may be taken."""
         config, model = self._config, self.model_config
         dummy = config.load_format == "dummy"
         source = DummyCheckpoint(model, config.seed, DEVICE) if dummy else Checkpoint(model.path, DEVICE)
         block_bytes = paged_kv_block_bytes(model.kv_shape, config.block_size, self.kv_format)
         asked_for = (config.num_gpu_blocks or 0) * block_bytes
-        copies = cuda_memory.dense_copies_fit(model.linear_elements * self._dtype.itemsize, memory, asked_for)
+        elements = model.linear_elements + model.int8_head_elements
+        copies = cuda_memory.dense_copies_fit(elements * self._dtype.itemsize, memory, asked_for)
         copies = copies and not config.deterministic  # a pass has too few rows for them
         return load_cuda_decoder(model, source, self._dtype, self._sizes.max_len, copies)
 
@@ -163,7 +166,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def begin_step(self, plan: StepPlan) -> None:
-        """Queue the plan's copies, then its passes."""
+        """Queue the plan's passes, and its copies, which do not wait for these."""
         begun = time.perf_counter()
         with torch.cuda.stream(self._stream):
             self._transfers.begin(plan.moves)
@@ -173,6 +176,7 @@ class CudaExecutor:
             self._sampler.end_step(step)
             done = torch.cuda.Event()
             done.record()
+            self._transfers.start()
         self._sampled_before = step.sources()
         self._pending.append(_Pending(plan.step, step, done, begun, bool(plan.chunks)))
 

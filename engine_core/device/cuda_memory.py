@@ -68,7 +68,7 @@ def start() -> Start:
 
 
 def dense_copies_fit(copies: int, memory: float, asked_for: int) -> bool:
-    """Whether dense copies of four-bit linears, `copies` bytes, are worth their place in `memory`, which the engine
+    """Whether dense copies of packed matrices, `copies` bytes, are worth their place in `memory`, which the engine
     may take and of which `asked_for` bytes are KV blocks that must fit."""
     return copies < (memory - asked_for) * DENSE_COPIES_SHARE
 

@@ -24,6 +24,7 @@ from ...kernels.pages import KVPages
 from ...kernels.prefill_attention import PrefillSplits
 from ...kernels.rotated_bias import RotatedBias
 from ...kernels.sampling import PARAMETERS
+from ...progress import track
 from ..control.plan import NO_BLOCKS
 from ..models.cuda_decoder import Attend, CudaDecoder, TokenInputs, Workspace
 from .block_tables import NO_CHANGES, TableChanges
@@ -98,9 +99,9 @@ class CudaRunner:
     def warm_up(self, most_rows: int) -> None:
         """Compile and load the kernels, and capture graphs of up to `most_rows` rows. Block 0 is written into."""
         sizes = self._memory.sizes
-        for bucket in sizes.buckets:
-            if bucket <= most_rows or bucket == sizes.buckets[0]:
-                self.run_rows(_padding(bucket), np.zeros(0, PARAMETERS), NO_CHANGES)
+        captured = [bucket for bucket in sizes.buckets if bucket <= most_rows or bucket == sizes.buckets[0]]
+        for bucket in track(captured, "compiling kernels and capturing graphs", "graph"):
+            self.run_rows(_padding(bucket), np.zeros(0, PARAMETERS), NO_CHANGES)
         if not sizes.deterministic:
             for count in _warm_up_chunks(min(sizes.max_tokens, sizes.max_len)):
                 last = np.arange(sizes.max_len - count, sizes.max_len, dtype=np.int32)

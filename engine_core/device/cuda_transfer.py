@@ -30,15 +30,16 @@ from ..control.plan import BlockMove, Direction, MoveDone
 from ..errors import MemoryBudgetError
 from .kv_pool import KVPool
 
+JOINED_BYTES = 32 << 20  # to queue a call costs the host as much time as the bus needs for half of that
 _QUERY_EVERY_S = 1e-4
 
 
 @dataclass(slots=True)
 class _Flight:
-    """One move. `behind`: the steps before it; `arrived`: when it was begun; `events`: before and behind its copies
-    once they are queued; `error`: not all of them could be."""
+    """Moves in one direction whose copies are queued in one call. `behind`: the steps before them; `arrived`: when they
+    were begun; `events`: before and behind the copies once they are queued; `error`: not all of them could be."""
 
-    move: BlockMove
+    moves: list[BlockMove]
     polls_left: int
     behind: torch.cuda.Event
     arrived: torch.cuda.Event
@@ -47,7 +48,10 @@ class _Flight:
 
 
 class CudaTransfers:
-    """Queues copies at `begin`, on the compute stream; `poll` reports those that have ended, in any order."""
+    """`begin` marks, on the compute stream, what copies wait for; `start` queues them; `poll` reports those that have
+    ended, in any order. What is launched between `begin` and `start` runs beside the copies, and is not held up by the
+    host's work for them.
+    """
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -57,42 +61,59 @@ class CudaTransfers:
         self._delay = int(os.environ.get("COLDBLOCK_TEST_COPY_DELAY_STEPS", "0"))
 
     def begin(self, moves: Sequence[BlockMove]) -> None:
-        """Start the copies, in order."""
+        """Take moves, in order. They wait for what has been launched so far."""
         if not moves:
             return
         behind, arrived = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)
         behind.record()
         arrived.record(self._clock)
-        for move in moves:
-            flight = _Flight(move, self._delay, behind, arrived)
-            if not self._delay:
+        self._flights += [_Flight(together, self._delay, behind, arrived) for together in self._joined(moves)]
+
+    def start(self) -> None:
+        """Queue the copies that are not yet, as far as their memory is ready."""
+        for flight in self._flights:
+            if flight.events is None and flight.error is None and not flight.polls_left:
                 self._queue(flight)
-            self._flights.append(flight)
 
     def poll(self, wait_s: float = 0.0) -> tuple[MoveDone, ...]:
         """The copies that ended since the last poll, each once. Waits up to `wait_s` for the first, if any runs."""
+        self.start()
         for flight in self._flights:
-            if flight.polls_left:
-                flight.polls_left -= 1
-            elif flight.events is None and flight.error is None:
-                self._queue(flight)
+            flight.polls_left = max(0, flight.polls_left - 1)
         deadline = time.perf_counter() + wait_s
         while not (ended := [flight for flight in self._flights if _ended(flight)]):
             if not self._flights or time.perf_counter() >= deadline:
                 return ()
             time.sleep(_QUERY_EVERY_S)
         self._flights = [flight for flight in self._flights if flight not in ended]
-        return tuple(map(_done, ended))
+        return tuple([done for flight in ended for done in _done(flight)])
 
     def close(self) -> None:
         """Wait for the copies."""
         for stream in self._streams.values():
             stream.synchronize()
 
+    def _joined(self, moves: Sequence[BlockMove]) -> list[list[BlockMove]]:
+        """The moves in order, small ones of a direction together. What may have to wait, or fail, stays alone."""
+        pool = self._pool
+        pinned = min(pool.arena.pinned // pool.block_bytes, len(pool.cpu))
+        groups: list[list[BlockMove]] = []
+        room: dict[Direction, tuple[list[BlockMove], int]] = {}
+        for move in moves:
+            group, left = room.get(move.direction, ([], 0))
+            certain = max(move.cpu_blocks) < pinned and max(move.gpu_blocks) < len(pool.gpu)
+            if not certain or left <= 0:
+                group, left = [], JOINED_BYTES // pool.block_bytes if certain else 0
+                groups.append(group)
+            group.append(move)
+            room[move.direction] = group, left - len(move.gpu_blocks)
+        return groups
+
     def _queue(self, flight: _Flight) -> None:
-        """Queue the move's copies, unless its host memory is not pinned yet; then `poll` comes back to it."""
-        move, pool = flight.move, self._pool
-        gpu, cpu = np.array(move.gpu_blocks), np.array(move.cpu_blocks)
+        """Queue the moves' copies, unless their host memory is not pinned yet; then `poll` comes back to them."""
+        pool = self._pool
+        gpu = np.array([block for move in flight.moves for block in move.gpu_blocks])
+        cpu = np.array([block for move in flight.moves for block in move.cpu_blocks])
         if gpu.max() >= len(pool.gpu) or cpu.max() >= len(pool.cpu):
             flight.error = "there is no such block"
             return
@@ -102,14 +123,15 @@ class CudaTransfers:
         except MemoryBudgetError as error:
             flight.error = str(error)
             return
-        stream = self._streams[move.direction]
+        direction = flight.moves[0].direction
+        stream = self._streams[direction]
         stream.wait_event(flight.behind)
         stream.wait_event(flight.arrived)  # or its time might not be known in the end
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begun.record(stream)
         try:
             with torch.cuda.stream(stream):
-                self._copy(move.direction, *runs(gpu, cpu, pool.arena.slab // pool.block_bytes))
+                self._copy(direction, *runs(gpu, cpu, pool.arena.slab // pool.block_bytes))
         except (KernelError, RuntimeError) as error:
             flight.error = str(error)
         ended.record(stream)  # also behind copies of a move that failed: its blocks are theirs until then
@@ -134,11 +156,13 @@ _Ids = NDArray[np.int64]
 def runs(gpu: _Ids, cpu: _Ids, slab: int) -> tuple[_Ids, _Ids, _Ids]:
     """Pairs of blocks as (first on the GPU, first on the CPU, count): neighbours on both sides go together, whatever
     the order of the pairs, but for what lies in two slabs of so many CPU blocks."""
-    order = np.argsort(gpu)
+    order = gpu.argsort()
     gpu, cpu = gpu[order], cpu[order]
-    apart = (np.diff(gpu) != 1) | (np.diff(cpu) != 1) | (cpu[1:] % slab == 0)
-    first = np.flatnonzero(np.concatenate(([True], apart)))
-    return gpu[first], cpu[first], np.diff(first, append=len(gpu))
+    apart = np.ones(len(gpu) + 1, np.bool_)  # where a run ends and the next begins
+    apart[1:-1] = (gpu[1:] - gpu[:-1] != 1) | (cpu[1:] - cpu[:-1] != 1) | (cpu[1:] % slab == 0)
+    edges = apart.nonzero()[0]
+    first = edges[:-1]
+    return gpu[first], cpu[first], edges[1:] - first
 
 
 def _ended(flight: _Flight) -> bool:
@@ -148,9 +172,12 @@ def _ended(flight: _Flight) -> bool:
     return flight.events[1].query()
 
 
-def _done(flight: _Flight) -> MoveDone:
-    if flight.events is None:
-        return MoveDone(flight.move.move_id, 0.0, flight.error)
-    begun, ended = flight.events
-    seconds, queued_s = begun.elapsed_time(ended) / 1e3, flight.arrived.elapsed_time(begun) / 1e3
-    return MoveDone(flight.move.move_id, seconds, flight.error, queued_s)
+def _done(flight: _Flight) -> list[MoveDone]:
+    """Of the time that moves took together each has its share by its size."""
+    seconds, queued_s = 0.0, 0.0
+    if flight.events is not None:
+        begun, ended = flight.events
+        seconds, queued_s = begun.elapsed_time(ended) / 1e3, flight.arrived.elapsed_time(begun) / 1e3
+    blocks = sum(len(move.gpu_blocks) for move in flight.moves)
+    shares = [(move, seconds * len(move.gpu_blocks) / blocks) for move in flight.moves]
+    return [MoveDone(move.move_id, share, flight.error, queued_s) for move, share in shares]

@@ -1,4 +1,4 @@
-"""What every executor offers the engine: run plans, report capacity.
+"""What every executor offers the engine: run plans, report capacity and the speed of copies.
 
 Owns: the `Executor` protocol. Does not know: requests, scheduling, sockets.
 """
@@ -23,6 +23,14 @@ class Capacity:
     block_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LinkPeak:
+    """The most bytes a second that copies between the tiers did when nothing else ran; 0 where there is no CPU tier."""
+
+    out_bytes_per_s: float = 0.0
+    in_bytes_per_s: float = 0.0
+
+
 class Executor(Protocol):
     """Runs steps in the order in which they begin. `begin_step` starts a plan's copies and compute; `complete_step`
     awaits the compute of the oldest step that was begun and not completed.
@@ -37,6 +45,7 @@ class Executor(Protocol):
     """
 
     capacity: Capacity
+    link_peak: LinkPeak
     steps_ahead: int
 
     def begin_step(self, plan: StepPlan) -> None: ...

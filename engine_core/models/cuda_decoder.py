@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels import fused
 from ...kernels.pages import KVPages
 from ...kernels.rotated_bias import RotatedBias, Turns
-from .cuda_linears import CudaBuilder, CudaLinear, Scratch
+from .cuda_linears import CudaBuilder, CudaHead, CudaLinear, EmbeddingTable, Scratch
 from .layers import DecoderLayer, rotary_table
 from .registry import ModelConfig
 from .weights import DecoderParts, TensorSource, load_parts
@@ -119,7 +119,11 @@ class CudaDecoder:
     """A loaded model. `dtype`: fp16 or bf16, of matrices and activations."""
 
     def __init__(
-        self, config: ModelConfig, parts: DecoderParts[CudaLinear, Tensor], dtype: torch.dtype, rotary: Tensor
+        self,
+        config: ModelConfig,
+        parts: DecoderParts[CudaLinear, EmbeddingTable, CudaHead],
+        dtype: torch.dtype,
+        rotary: Tensor,
     ) -> None:
         self.config, self.dtype = config, dtype
         self.key_biases = [layer.key_bias for layer in parts.layers]
@@ -136,17 +140,17 @@ class CudaDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights and tables on the GPU; a tied head counts once."""
-        head = 0 if self.config.tie_word_embeddings else self._head.nbytes
+        """Bytes of all weights and tables on the GPU; a tied head's matrix is the embedding's and counts once."""
+        embedding = 0 if self.config.tie_word_embeddings else self._embedding.nbytes
         linears = sum(linear.nbytes for linear in self._linears())
         norms = (2 * len(self._layers) + 1) * self._final_norm.nbytes
         tables = self._rotary.nbytes + (0 if self._turns is None else self._turns.nbytes)
-        return self._embedding.nbytes + head + linears + norms + tables
+        return embedding + self._head.nbytes + linears + norms + tables
 
     @property
     def scratch_elements(self) -> int:
-        """What the workspace's scratch must hold for the linears."""
-        return max((linear.scratch_elements for linear in self._linears()), default=0)
+        """What the workspace's scratch must hold for the linears and the head."""
+        return max(part.scratch_elements for part in (self._head, *self._linears()))
 
     def _linears(self) -> list[CudaLinear]:
         return [linear for x in self._layers for linear in (x.qkv, x.attention_out, x.gate_up, x.down)]

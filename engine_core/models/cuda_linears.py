@@ -1,6 +1,6 @@
-"""Linear layers on the GPU, and the builder that makes them.
+"""Linear layers, embedding and output head on the GPU, and the builder that makes them.
 
-Owns: which kernel multiplies how many rows, and the scratch memory that all linears share.
+Owns: which kernel multiplies how many rows, and the scratch memory that all of them share.
 Does not know: files, names of tensors, what a linear is for.
 
 All memory is passed in, so that every call can be captured in a CUDA graph. In a matrix of gate and up their rows take
@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels import fused, w4, w4_wide
+from ...kernels import fused, w4, w4_wide, w8
 from .layers import Int8Weight
 from .w4a16 import W4Weight
 
@@ -27,7 +27,13 @@ LINEAR_MOST_ROWS = 8
 WIDE_MOST_ROWS_BESIDE_DENSE = 96
 WIDE_MOST_ROWS = 512
 LINEAR_MOST_ROWS_WITHOUT_WIDE = 64
-_SLICE_ELEMENTS = 16 << 20  # of a four-bit matrix, dequantized at once: 32 MiB stay in a large GPU's cache
+# The same for an int8 head, which is read once for every 32 rows.
+HEAD_MOST_ROWS_BESIDE_DENSE = 32
+HEAD_MOST_ROWS = 96
+_SLICE_ELEMENTS = 16 << 20  # of a packed matrix, dequantized at once: 32 MiB stay in a large GPU's cache
+
+PackedMatrix = w4.W4Matrix | w8.W8Matrix
+EmbeddingTable = Tensor | w8.W8Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,20 @@ class CudaLinear(Protocol):
         ...
 
 
+class CudaHead(Protocol):
+    """logits = x W^T for W [V, N] and x [m, N] in the compute dtype."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def scratch_elements(self) -> int: ...
+
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """out fp32 [m, V] = logits, unrounded; rows of out may lie apart."""
+        ...
+
+
 class DenseCudaLinear:
     """A plain matrix. `out` may be fp32: then the products are not rounded."""
 
@@ -126,23 +146,56 @@ class DenseCudaLinear:
             residual.add_(self.bias)
 
 
-class W4CudaLinear:
-    """A four-bit matrix, with a `dense` copy [n, k] for many rows of x, or dequantized in slices for each call."""
+class DenseValues:
+    """A packed matrix in 16 bits, for many rows of x: a `copy` [n, k], or slices that are dequantized for each call."""
 
-    def __init__(self, matrix: w4.W4Matrix, bias: Tensor | None, dense: Tensor | None) -> None:
-        self.n, self.bias = matrix.n, bias
-        self._matrix, self._dense = matrix, dense
-        self._slices = _slices(matrix) if dense is None else ()
+    def __init__(self, matrix: PackedMatrix, copy: Tensor | None) -> None:
+        self._matrix, self._copy = matrix, copy
+        self._slices = _slices(matrix) if copy is None else ()
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the values are there already."""
+        return self._copy is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this layer keeps in memory."""
-        return self._matrix.nbytes + _nbytes(self.bias) + _nbytes(self._dense)
+        """Bytes kept in memory."""
+        return _nbytes(self._copy)
 
     @property
     def scratch_elements(self) -> int:
         """See CudaLinear."""
         return max((part.n * part.k for part in self._slices), default=0)
+
+    def parts(self, scratch: Scratch) -> Iterator[tuple[slice, Tensor]]:
+        """Some rows [n', k] at a time: which columns of y they make, and their values."""
+        if self._copy is not None:
+            yield slice(0, self._matrix.n), self._copy
+        first = 0
+        for part in self._slices:
+            dense = scratch.dense[: part.n * part.k].view(part.n, part.k)
+            _dequantize(part, dense)
+            yield slice(first, first + part.n), dense
+            first += part.n
+
+
+class W4CudaLinear:
+    """A four-bit matrix, and its `dense` values for many rows of x."""
+
+    def __init__(self, matrix: w4.W4Matrix, bias: Tensor | None, dense: DenseValues) -> None:
+        self.n, self.bias = matrix.n, bias
+        self._matrix, self._dense = matrix, dense
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this layer keeps in memory."""
+        return self._matrix.nbytes + _nbytes(self.bias) + self._dense.nbytes
+
+    @property
+    def scratch_elements(self) -> int:
+        """See CudaLinear."""
+        return self._dense.scratch_elements
 
     def __call__(self, x: Tensor, out: Tensor, scratch: Scratch, *, biased: bool = True) -> None:
         """See CudaLinear."""
@@ -151,7 +204,7 @@ class W4CudaLinear:
         if packed is not None:
             packed(x, self._matrix, out, bias=bias)
             return
-        for columns, dense in self._dense_parts(scratch):
+        for columns, dense in self._dense.parts(scratch):
             torch.mm(x, dense.t(), out=out[:, columns])
         if bias is not None:
             out.add_(bias)
@@ -170,24 +223,38 @@ class W4CudaLinear:
         if packed is not None:
             packed(x, self._matrix, residual, bias=self.bias, add=True)
             return
-        for columns, dense in self._dense_parts(scratch):
+        for columns, dense in self._dense.parts(scratch):
             _add_product(residual[:, columns], x, dense)
         if self.bias is not None:
             residual.add_(self.bias)
 
     def _packed_product(self, rows: int) -> PackedProduct | None:
-        return packed_product(self._matrix, rows, has_dense=self._dense is not None)
+        return packed_product(self._matrix, rows, self._dense.is_copy)
 
-    def _dense_parts(self, scratch: Scratch) -> Iterator[tuple[slice, Tensor]]:
-        """The matrix in 16 bits, some rows [n', k] at a time: which columns of y they make, and their values."""
-        if self._dense is not None:
-            yield slice(0, self.n), self._dense
-        first = 0
-        for part in self._slices:
-            dense = scratch.dense[: part.n * part.k].view(part.n, part.k)
-            w4.w4_dequantize(part, dense)
-            yield slice(first, first + part.n), dense
-            first += part.n
+
+class W8CudaHead:
+    """An int8 matrix, and its `dense` values for many rows of x."""
+
+    def __init__(self, matrix: w8.W8Matrix, dense: DenseValues) -> None:
+        self._matrix, self._dense = matrix, dense
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the head keeps in memory."""
+        return self._matrix.nbytes + self._dense.nbytes
+
+    @property
+    def scratch_elements(self) -> int:
+        """See CudaLinear."""
+        return self._dense.scratch_elements
+
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """See CudaHead."""
+        if len(x) <= (HEAD_MOST_ROWS_BESIDE_DENSE if self._dense.is_copy else HEAD_MOST_ROWS):
+            w8.w8_linear(x, self._matrix, out)
+            return
+        for columns, dense in self._dense.parts(scratch):
+            torch.mm(x, dense.t(), out_dtype=out.dtype, out=out[:, columns])
 
 
 def _gate_apart(linear: CudaLinear, x: Tensor, out: Tensor, scratch: Scratch) -> None:
@@ -202,14 +269,21 @@ def _add_product(residual: Tensor, x: Tensor, weight: Tensor) -> None:
     torch.addmm(residual, x, weight.t(), out_dtype=torch.float32, out=residual)
 
 
-def _slices(matrix: w4.W4Matrix) -> Sequence[w4.W4Matrix]:
+def _slices(matrix: PackedMatrix) -> Sequence[PackedMatrix]:
     """The matrix in runs of rows that are dequantized at once."""
     rows = max(1, _SLICE_ELEMENTS // (matrix.k * w4.PADDING)) * w4.PADDING
-    units = rows // w4.UNIT_ROWS
+    units = rows // w4.UNIT_ROWS  # as many as in an int8 matrix
     return [
         replace(matrix, codes=codes, scales=scales, n=min(rows, matrix.n - rows * i))
         for i, (codes, scales) in enumerate(zip(matrix.codes.split(units), matrix.scales.split(units), strict=True))
     ]
+
+
+def _dequantize(matrix: PackedMatrix, out: Tensor) -> None:
+    if isinstance(matrix, w4.W4Matrix):
+        w4.w4_dequantize(matrix, out)
+    else:
+        w8.w8_dequantize(matrix, out)
 
 
 def _is_packable(weight: W4Weight) -> bool:
@@ -223,7 +297,7 @@ def _nbytes(tensor: Tensor | None) -> int:
 
 
 class CudaBuilder:
-    """See `weights.Builder`. Tensors arrive on the GPU already. `dense_copies` of four-bit matrices: fast but large."""
+    """See `weights.Builder`. Tensors arrive on the GPU already. `dense_copies` of packed matrices: fast but large."""
 
     turns: int | None = GATE_UP_TURNS
     splits_key_bias = True
@@ -240,21 +314,33 @@ class CudaBuilder:
         bias = None if bias is None else bias.to(self._dtype)
         if isinstance(weight, W4Weight) and _is_packable(weight):
             matrix = w4.pack_w4(weight.qweight, weight.scales, weight.mins, weight.qweight.device)
-            return W4CudaLinear(matrix, bias, self._dense_copy(matrix) if self._dense_copies else None)
+            return W4CudaLinear(matrix, bias, self._dense_values(matrix))
         return DenseCudaLinear(self._plain(weight), bias)
 
-    def _dense_copy(self, matrix: w4.W4Matrix) -> Tensor:
-        dense = torch.empty(matrix.n, matrix.k, dtype=self._dtype, device=matrix.codes.device)
-        w4.w4_dequantize(matrix, dense)
-        return dense
+    def _dense_values(self, matrix: PackedMatrix) -> DenseValues:
+        if not self._dense_copies:
+            return DenseValues(matrix, None)
+        copy = torch.empty(matrix.n, matrix.k, dtype=self._dtype, device=matrix.codes.device)
+        _dequantize(matrix, copy)
+        return DenseValues(matrix, copy)
 
-    def embedding(self, table: Tensor | Int8Weight) -> Tensor:
-        """The rows in the compute dtype [V, N]."""
-        return self._plain(table)
+    def embedding(self, table: Tensor | Int8Weight) -> EmbeddingTable:
+        """The rows [V, N], int8 as they are when the kernels know their groups, else in the compute dtype."""
+        return self._table(table)
 
-    def head(self, matrix: Tensor | Int8Weight | W4Weight, norm: Tensor, tied: Tensor | None) -> CudaLinear:
-        """A plain matrix, the embedding's own memory when tied: logits want more than four bits."""
-        return DenseCudaLinear(self._plain(matrix) if tied is None else tied, None)
+    def head(self, matrix: Tensor | Int8Weight | W4Weight, norm: Tensor, tied: EmbeddingTable | None) -> CudaHead:
+        """Int8 or plain, the embedding's own memory when tied: logits want more than four bits."""
+        table = self._table(matrix) if tied is None else tied
+        if isinstance(table, w8.W8Matrix):
+            return W8CudaHead(table, self._dense_values(table))
+        return DenseCudaLinear(table, None)
+
+    def _table(self, matrix: Tensor | Int8Weight | W4Weight) -> EmbeddingTable:
+        if isinstance(matrix, Int8Weight) and matrix.scales.dtype is torch.float16:
+            columns = matrix.qweight.shape[1]
+            if w8.is_packable(columns, columns // matrix.scales.shape[1]):
+                return w8.pack_w8(matrix.qweight, matrix.scales)
+        return self._plain(matrix)
 
     def _plain(self, matrix: Tensor | Int8Weight | W4Weight) -> Tensor:
         dense = matrix if isinstance(matrix, Tensor) else matrix.dequantize()

@@ -97,6 +97,12 @@ class ModelConfig:
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
 
+    @property
+    def int8_head_elements(self) -> int:
+        """Weights in the output head if that is int8."""
+        quantized = self.quantization is not None and self.quantization.embedding_bits == 8
+        return self.vocab_size * self.hidden_size if quantized else 0
+
 
 def read_model_config(path: Path) -> ModelConfig:
     """Read a checkpoint folder's JSON files. Raises CheckpointError that names the file and the key."""

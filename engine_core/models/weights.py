@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...kernels.errors import KernelArgumentError
+from ...progress import track
 from ..errors import CheckpointError
 from .cpu_builder import CpuBuilder, LoadOptions
 from .k_bias import KeyBias, measure
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 LinearT = TypeVar("LinearT")
 EmbeddingT = TypeVar("EmbeddingT")
+HeadT = TypeVar("HeadT")
 
 
 class TensorSource(Protocol):
@@ -134,7 +136,7 @@ class DummyCheckpoint:
         return torch.randn(shape, generator=generator).div_(math.sqrt(shape[1]))
 
 
-class Builder(Protocol[LinearT, EmbeddingT]):
+class Builder(Protocol[LinearT, EmbeddingT, HeadT]):
     """Turns tensors, as they were read, into the parts of one device's decoder."""
 
     turns: int | None
@@ -154,19 +156,19 @@ class Builder(Protocol[LinearT, EmbeddingT]):
         """The token embedding [V, N]."""
         ...
 
-    def head(self, matrix: Tensor | Int8Weight | W4Weight, norm: Tensor, tied: EmbeddingT | None) -> LinearT:
+    def head(self, matrix: Tensor | Int8Weight | W4Weight, norm: Tensor, tied: EmbeddingT | None) -> HeadT:
         """The output head [V, N]; `norm` is the weight in front of it; `tied`: the embedding made of this matrix."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderParts(Generic[LinearT, EmbeddingT]):
+class DecoderParts(Generic[LinearT, EmbeddingT, HeadT]):
     """All parts of one decoder, as its builder made them."""
 
     embedding: EmbeddingT
     layers: list[DecoderLayer[LinearT]]
     final_norm: Tensor
-    head: LinearT
+    head: HeadT
 
 
 def load_decoder(config: ModelConfig, source: TensorSource, options: LoadOptions) -> Decoder:
@@ -184,25 +186,25 @@ def load_decoder(config: ModelConfig, source: TensorSource, options: LoadOptions
 
 
 def load_parts(
-    config: ModelConfig, source: TensorSource, builder: Builder[LinearT, EmbeddingT]
-) -> DecoderParts[LinearT, EmbeddingT]:
+    config: ModelConfig, source: TensorSource, builder: Builder[LinearT, EmbeddingT, HeadT]
+) -> DecoderParts[LinearT, EmbeddingT, HeadT]:
     """Read all tensors and build the model's parts, one after another, so that nothing is held twice for long.
 
     Raises CheckpointError that names the tensor and the file.
     """
     loader = _Loader(config, source, builder)
     embedding, head = loader.ends()
-    layers = [loader.layer(i) for i in range(config.num_layers)]
+    layers = [loader.layer(i) for i in track(range(config.num_layers), "loading weights", "layer")]
     parts = DecoderParts(embedding, layers, loader.norm(config.architecture.final_norm), head)
     if isinstance(source, Checkpoint) and (unused := source.unused()):
         logger.info("%s: %d tensors are not used: %s", config.path, len(unused), ", ".join(unused[:8]))
     return parts
 
 
-class _Loader(Generic[LinearT, EmbeddingT]):
+class _Loader(Generic[LinearT, EmbeddingT, HeadT]):
     """Loads parts of one model; holds what all parts need."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, builder: Builder[LinearT, EmbeddingT]) -> None:
+    def __init__(self, config: ModelConfig, source: TensorSource, builder: Builder[LinearT, EmbeddingT, HeadT]) -> None:
         self._config, self._source, self._builder = config, source, builder
 
     def layer(self, number: int) -> DecoderLayer[LinearT]:
@@ -328,7 +330,7 @@ class _Loader(Generic[LinearT, EmbeddingT]):
         ]
         return torch.cat(parts)
 
-    def ends(self) -> tuple[EmbeddingT, LinearT]:
+    def ends(self) -> tuple[EmbeddingT, HeadT]:
         """Embedding and head: of one matrix when tied, whether the checkpoint has a head or not."""
         config, builder, names = self._config, self._builder, self._config.architecture
         table = self._table(names.embedding)

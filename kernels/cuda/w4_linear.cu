@@ -15,6 +15,7 @@
 // all in one group, or in STEP_SCALES = 2 groups of 32); RESIDENT, the blocks whose registers shall fit on a
 // multiprocessor; ADD.
 // Block: TEAMS * SLICES * 32. Grid: (CLUSTER * any, ceil(tokens / TOKENS)).
+#include "async_copy.cuh"
 #include "mma.cuh"
 #include "w4.cuh"
 
@@ -52,15 +53,6 @@ struct Shape {
 
 // The first token of a block; grid.y runs over the tokens.
 __device__ __forceinline__ int first_token() { return blockIdx.y * TOKENS; }
-
-__device__ __forceinline__ uint32 shared_address(const void *pointer) { return static_cast<uint32>(__cvta_generic_to_shared(pointer)); }
-
-// 16 bytes from global to shared memory, past the L1.
-__device__ __forceinline__ void copy_async(void *to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int pending> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
 
 __device__ __forceinline__ int cluster_rank() {
     if constexpr (CLUSTER == 1) return 0;

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import zmq
+from coldblock.protocol import kv_events
 from coldblock.protocol.errors import EngineDied, RequestRefused
 from coldblock.protocol.messages import SamplingParams, SwapEvent
 from processes import EngineProcess, running_engine, write_tiny_model
@@ -251,6 +252,42 @@ def test_without_a_cpu_tier_everything_completes(model: Path, offload: tuple[str
         counts = {metric.name: metric.samples[0].value for metric in client.stats().metrics}
     assert counts["coldblock_requests_swapped_total"] == 0
     assert counts["coldblock_kv_cpu_offload_rejected_total"] > 0
+
+
+def test_kv_events_tell_what_prefix_is_where(model: Path, tmp_path: Path) -> None:
+    replay_endpoint = f"ipc://{tmp_path}/r"
+    flags = ("--load-format", "dummy", "--num-gpu-blocks", "8", "--kv-events", "--kv-replay-endpoint", replay_endpoint)
+    context = zmq.Context()
+    with running_engine(model, *flags) as engine, engine.client() as client:
+        name = client.ready().name
+        client.submit(list(range(10, 50)), greedy(8)).result()
+        wait_for_line(engine, f"@{name} at {engine.events_endpoint}, again at {replay_endpoint}")
+        replay = context.socket(zmq.DEALER)
+        replay.connect(replay_endpoint)
+        replay.send_multipart([b"", bytes(8)])
+        assert replay.poll(10_000)
+        _, topic, _, batch = replay.recv_multipart()
+        assert topic.endswith(f"@{name}".encode())
+        assert replay.poll(10_000) and replay.recv_multipart()[2] == kv_events.END
+    context.destroy(linger=0)
+    cleared, *stored = kv_events.decode(batch).events
+    assert cleared == kv_events.AllBlocksCleared()
+    on_gpu = [event for event in stored if isinstance(event, kv_events.BlockStored) and event.medium == "GPU"]
+    assert [event.token_ids for event in on_gpu] == [list(range(10, 26)), list(range(26, 42))]
+    assert on_gpu[1].parent_block_hash == on_gpu[0].block_hashes[0]
+
+
+def test_stats_of_an_engine_show_its_link_and_a_requests_latencies(engine: EngineProcess) -> None:
+    with engine.client() as client:
+        client.ready()
+        generation = client.submit(PROMPT, greedy(400))
+        next(iter(generation))
+        stats = client.stats()
+        generation.abort()
+    assert stats.link.peak_out_bytes_per_s > 1e6 and stats.link.peak_in_bytes_per_s > 1e6
+    assert stats.cpu.total == stats.model.num_cpu_blocks > 0
+    (row,) = stats.requests
+    assert row.ttft_s is not None and 0 <= row.queue_s <= row.ttft_s <= row.age_s
 
 
 # ---------------------------------------------------------------- the end of things

@@ -25,6 +25,7 @@ from coldblock.protocol.messages import (
     Submit,
     SwapEvent,
     Tokens,
+    TraceContext,
     Welcome,
 )
 from fake_engine import MODEL
@@ -62,8 +63,8 @@ class Peer:
         self.dealer.send(encode(Hello(PROTOCOL_VERSION, "peer")))
         assert isinstance(self.receive(), Welcome)
 
-    def submit(self, own_id: str) -> str:
-        self.dealer.send(encode(Submit(own_id, pack_tokens([1, 2]), SamplingParams())))
+    def submit(self, own_id: str, trace: TraceContext | None = None) -> str:
+        self.dealer.send(encode(Submit(own_id, pack_tokens([1, 2]), SamplingParams(), trace=trace)))
         (command,) = commands(self._port, 1)
         assert isinstance(command, Add)
         return command.request_id
@@ -135,6 +136,17 @@ def test_a_swap_event_keeps_its_place_between_the_tokens(port: IpcPort, peer: Pe
     assert peer.outputs() == [("a", [3], None)]
 
 
+def test_a_requests_trace_is_in_its_swap_events_as_long_as_it_lives(port: IpcPort, peer: Peer) -> None:
+    trace = TraceContext("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "a=1")
+    traced, plain = peer.submit("a", trace), peer.submit("b")
+    port.updates([swap(traced), swap(plain)])
+    assert [peer.receive().trace for _ in range(2)] == [trace, None]
+    port.updates([end(traced)])
+    assert peer.outputs() == [("a", [], "length")]
+    peer.hello()
+    assert not port._traces
+
+
 def test_copies_in_the_background_are_published_and_disturb_no_stream(
     port: IpcPort, peer: Peer, context: zmq.Context[Any], tmp_path: Path
 ) -> None:
@@ -199,3 +211,27 @@ def test_an_update_put_out_during_a_delivery_does_not_wait_for_the_next_one(
     monkeypatch.setattr(port, "_deliver_all", deliver_and_be_overtaken)
     port.updates([token(a, 1)])
     assert [peer.outputs()[0][1] for _ in range(3)] == [[1], [2], [3]]
+
+
+def test_a_subscriber_that_never_reads_makes_nobody_wait_and_nothing_grow(
+    port: IpcPort, peer: Peer, context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """All that is kept for it is what its and the engine's socket may queue; the rest it has missed."""
+    stuck = sockets.subscriber(context, f"ipc://{tmp_path}/v", [sockets.TOPIC_SWAP])
+    large = SwapUpdate("", "copied_out", "write_behind", 1, 1000, 0.1, 3, 1000, detail="x" * 8192)
+    while not stuck.poll(50):  # until it is subscribed
+        port.updates([large])
+    a, published = peer.submit("a"), 4 * sockets.EVENTS_HWM
+    for number in range(published):
+        port.updates([large, token(a, number)])
+    received: list[int] = []
+    while len(received) < published:
+        ((_, tokens, _),) = peer.outputs()
+        received += tokens
+    assert received == list(range(published)), "who reads gets everything, at once"
+    assert not port._outgoing
+    kept = 0
+    while stuck.poll(100):
+        stuck.recv_multipart()
+        kept += 1
+    assert sockets.EVENTS_HWM <= kept < 3 * sockets.EVENTS_HWM

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from coldblock.engine_core.control.plan import SampledToken
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.control.updates import Counters
@@ -20,6 +23,7 @@ from tiny_models import save_tiny
 
 DELAY = "COLDBLOCK_TEST_COPY_DELAY_STEPS"
 FORMATS = ("fp16", "int8", "fp8", "fp8_e5m2")
+NEAR_TIE = 0.05  # between two logprobs
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 
 def answers_of(
     kind: Any, model: Path, prompts: Sequence[list[int]], num_gpu_blocks: int, kv_cache_dtype: str
-) -> tuple[list[list[int]], Counters]:
+) -> tuple[list[list[SampledToken]], Counters]:
     """Greedy answers to all prompts at once."""
     settings = {"num_gpu_blocks": num_gpu_blocks, "max_model_len": 512, "kv_cache_dtype": kv_cache_dtype}
     executor = kind(
@@ -66,10 +70,23 @@ def answers_of(
         )
     )
     for index, prompt in enumerate(prompts):
-        scheduler.add(str(index), prompt, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
+        scheduler.add(str(index), prompt, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=5))
     answers = finish(scheduler, executor)
     executor.close()
     return answers, scheduler.counters
+
+
+def ids(answer: list[SampledToken]) -> list[int]:
+    return [token.token_id for token in answer]
+
+
+def check_agreement(answer: list[SampledToken], wanted: list[SampledToken]) -> None:
+    """Equal as far as they go before one that was a near tie. On a GPU cold and hot blocks are summed in two orders."""
+    for token, other in zip(answer, wanted, strict=True):
+        if token.token_id != other.token_id:
+            best = dict(other.top)
+            assert best[other.token_id] - best.get(token.token_id, -math.inf) < NEAR_TIE, (token, other)
+            return
 
 
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
@@ -83,4 +100,8 @@ def test_a_request_of_two_and_a_half_pools_gets_the_tokens_of_a_large_pool(
     monkeypatch.setenv(DELAY, str(delay))
     answers, counters = answers_of(kind, model, prompts, 10, kv_cache_dtype)
     assert counters.offload_blocks >= 36, "the blocks of two requests did not become cold"
-    assert answers == wanted
+    if kind is CudaExecutor and torch.cuda.is_available():
+        for answer, other in zip(answers, wanted, strict=True):
+            check_agreement(answer, other)
+    else:
+        assert [ids(answer) for answer in answers] == [ids(answer) for answer in wanted]

@@ -30,6 +30,7 @@ from coldblock.kernels import (
     small_copy,
     w4,
     w4_wide,
+    w8,
 )
 from coldblock.kernels.block_copy import Ids
 from coldblock.kernels.decode_attention import DecodeSplits
@@ -51,6 +52,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         (w4, "w4_linear", w4_linear),
         (w4, "w4_dequantize", w4_dequantize),
         (w4_wide, "supports", lambda matrix, m: False),
+        (w8, "w8_linear", w8_linear),
+        (w8, "w8_dequantize", w8_dequantize),
         (decode_attention, "paged_decode", paged_decode),
         (prefill_attention, "paged_prefill", paged_prefill),
         (sampling, "sample", sample),
@@ -140,10 +143,11 @@ def addmm(residual: Tensor, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype
     return out.add_(_mm(x.float(), weight.float()))
 
 
-def embed(ids: Tensor, source: Tensor, previous: Tensor, table: Tensor, out: Tensor) -> None:
+def embed(ids: Tensor, source: Tensor, previous: Tensor, table: Tensor | w8.W8Matrix, out: Tensor) -> None:
     tokens = torch.where(source >= 0, previous[source.clamp_min(0).long()], ids)
-    assert ((tokens >= 0) & (tokens < len(table))).all()
-    out.copy_(table[tokens.long()])
+    rows = w8.unpack_w8(table) if isinstance(table, w8.W8Matrix) else table
+    assert ((tokens >= 0) & (tokens < len(rows))).all()
+    out.copy_(rows[tokens.long()])
 
 
 def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -174,6 +178,15 @@ def w4_linear(
 
 def w4_dequantize(matrix: w4.W4Matrix, out: Tensor) -> None:
     out.copy_(w4.unpack_w4(matrix))
+
+
+def w8_linear(x: Tensor, matrix: w8.W8Matrix, out: Tensor) -> None:
+    assert out.dtype is torch.float32
+    out.copy_(x.float() @ w8.unpack_w8(matrix).t())
+
+
+def w8_dequantize(matrix: w8.W8Matrix, out: Tensor) -> None:
+    out.copy_(w8.unpack_w8(matrix))
 
 
 class Planes:

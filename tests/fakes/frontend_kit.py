@@ -19,6 +19,7 @@ from coldblock.frontend.bounded_http import BoundedHttp
 from coldblock.frontend.config import FrontendSettings
 from coldblock.frontend.http import create_app
 from coldblock.frontend.main import bind
+from coldblock.frontend.server import HttpServer
 from coldblock.protocol.client import AsyncClient
 from fake_engine import MODEL, FakeEngine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -106,12 +107,20 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 @contextlib.contextmanager
-def serving(*engines: FakeEngine, client_options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Server]:
-    """A frontend over started engines, in a thread, on a free loopback port."""
-    listener = bind("127.0.0.1", 0)
+def serving(
+    *engines: FakeEngine,
+    client_options: dict[str, Any] | None = None,
+    port: int = 0,
+    tracer: Any = None,
+    **settings: Any,
+) -> Iterator[Server]:
+    """A frontend over started engines, in a thread, on a loopback port, by default a free one."""
+    listener = bind("127.0.0.1", port)
     options = FrontendSettings(engine=tuple(engine.endpoint for engine in engines), **settings)
     clients = [AsyncClient(endpoint, **(client_options or {})) for endpoint in options.engine]
-    server = uvicorn.Server(uvicorn.Config(create_app(options, clients), log_level="warning", http=BoundedHttp))
+    app = create_app(options, clients, tracer=tracer)
+    config = uvicorn.Config(app, log_level="warning", http=BoundedHttp)
+    server = HttpServer(config, app.state.end_streams)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:

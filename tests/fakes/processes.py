@@ -6,13 +6,16 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from coldblock import Client
 
 START_S = 60.0
@@ -90,3 +93,58 @@ def running_engine(
             if process.poll() is None:
                 process.kill()
             process.wait(10)
+
+
+@dataclass
+class FrontendProcess:
+    """A running `coldblock frontend`."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> list[str]:
+        """End it; all that it wrote, to stdout and stderr."""
+        self.process.send_signal(number)
+        self.process.wait(timeout_s)
+        return self.log.read_text().splitlines()
+
+
+@contextlib.contextmanager
+def running_frontend(
+    engine_endpoint: str,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    program: Sequence[str] = ("-m", "coldblock"),
+    port: int | None = None,
+) -> Iterator[FrontendProcess]:
+    """A started frontend that answers on `port`, or a free one, whether or not it has found its engine."""
+    with tempfile.TemporaryDirectory(prefix="cb-") as folder:
+        port = port or _free_port()
+        log = Path(folder) / "frontend.log"
+        command = [sys.executable, *program, "frontend", "--engine", engine_endpoint, "--port", str(port), *flags]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, text=True, env={**os.environ, **(env or {})}
+            )
+        frontend = FrontendProcess(process, f"http://127.0.0.1:{port}", log)
+        try:
+            end = time.monotonic() + START_S
+            while not _answers(frontend.url):
+                assert time.monotonic() < end and process.poll() is None, f"it did not come up:\n{log.read_text()}"
+                time.sleep(0.05)
+            yield frontend
+        finally:
+            process.terminate()  # it says goodbye to its engine
+            process.wait(30)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/version").status_code == 200
+    return False

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from coldblock.engine_core.control.plan import SampledToken
 from coldblock.engine_core.control.scheduler import Scheduler
 from coldblock.engine_core.control.updates import FinishedUpdate, TokenUpdate
 from coldblock.engine_core.device.executor import Executor
 
 
-def finish(scheduler: Scheduler, executor: Executor) -> list[list[int]]:
+def finish(scheduler: Scheduler, executor: Executor) -> list[list[SampledToken]]:
     """The answers of requests named "0", "1" and so on; nothing is left in use in either tier."""
-    answers: list[list[int]] = [[] for _ in scheduler.requests()]
+    answers: list[list[SampledToken]] = [[] for _ in scheduler.requests()]
     in_flight = 0
     while scheduler.has_work():
         plan = scheduler.plan()
@@ -21,7 +22,7 @@ def finish(scheduler: Scheduler, executor: Executor) -> list[list[int]]:
             in_flight -= 1
         for update in scheduler.drain():
             if isinstance(update, TokenUpdate):
-                answers[int(update.request_id)].append(update.token.token_id)
+                answers[int(update.request_id)].append(update.token)
             assert not isinstance(update, FinishedUpdate) or update.reason == "length", update
     gpu, cpu = scheduler.gpu_use(), scheduler.cpu_use()
     assert (gpu.used, gpu.in_flight, cpu.used, cpu.in_flight) == (0, 0, 0, 0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from coldblock.engine_core.control.plan import BlockMove, StepPlan
+from coldblock.engine_core.control.prefix_index import PrefixIndex
 from coldblock.engine_core.control.request import USES_BLOCKS, Request, State
 from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.control.swap import NO_SLOT, Block, Move, Residency
+from coldblock.engine_core.control.tier_log import Tier, TierChange
 from coldblock.engine_core.control.tiers import Tiers
 from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
 from coldblock.engine_core.device.executor import Capacity
@@ -37,6 +39,7 @@ def config(**changes: object) -> SchedulerConfig:
         "seed": 0,
         "swap_or_recompute": "swap",
         "write_behind_above": 1.0,
+        "kv_events": True,
     }
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -81,6 +84,7 @@ class Harness:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, FinishedUpdate] = {}
         self.swaps: list[SwapUpdate] = []
+        self.told = ToldTiers()
 
     def add(
         self, request_id: str, prompt: Sequence[int], max_tokens: int | None = 8, priority: int = 0, **sampling: object
@@ -105,7 +109,7 @@ class Harness:
         """The first half of a turn: plan, and begin what was planned."""
         self.clock.now += 0.01
         plan = self.scheduler.plan()
-        check_invariants(self.scheduler)
+        self.check()
         if plan is not None:
             self.executor.begin_step(plan)
             self.in_flight += 1
@@ -118,7 +122,13 @@ class Harness:
         self.scheduler.apply(self.executor.complete_step())
         self.in_flight -= 1
         self.collect(self.scheduler.drain())
+        self.check()
+
+    def check(self) -> None:
+        """Hold the scheduler against itself, and what was told of its tiers against its index."""
         check_invariants(self.scheduler)
+        self.told.take(self.scheduler.drain_tier_changes())
+        self.told.check(self.scheduler._tiers.index)
 
     def run(self, max_steps: int = 5000) -> None:
         """Step until nothing is left, then check that nothing is left behind and every text is right."""
@@ -184,6 +194,29 @@ class Harness:
         return [swap.request_id for swap in self.swaps if swap.phase == phase]
 
 
+class ToldTiers:
+    """What each tier holds by the changes told."""
+
+    def __init__(self) -> None:
+        self._held: dict[Tier, set[bytes]] = {"GPU": set(), "CPU": set()}
+        self._known: set[bytes] = set()
+
+    def take(self, changes: Sequence[TierChange]) -> None:
+        for change in changes:
+            held = self._held[change.tier]
+            assert (change.digest in held) is not change.stored, f"told twice: {change}"
+            assert not change.stored or change.content or change.digest in self._known, f"of what tokens: {change}"
+            held ^= {change.digest}
+            self._known.add(change.digest)
+            if not change.stored and not any(change.digest in other for other in self._held.values()):
+                self._known.remove(change.digest)
+
+    def check(self, index: PrefixIndex) -> None:
+        named = index._block_of.items()
+        assert self._held["GPU"] == {digest for digest, block in named if block.readable}
+        assert self._held["CPU"] == {digest for digest, block in named if block.copied}
+
+
 def check_invariants(scheduler: Scheduler) -> None:
     """Count both tiers anew from the requests' blocks and the copies, and compare with what the tiers say."""
     tiers, live = scheduler._tiers, list(scheduler._requests.values())
@@ -212,6 +245,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     for use in (tiers.gpu_use(), tiers.cpu_use()):
         assert use.used + use.cached + use.in_flight + use.free == use.total
         assert min(use.used, use.cached, use.in_flight, use.free) >= 0 and use.in_flight == len(moving)
+    assert tiers.shared() == shared_blocks(blocks, owners)
     for request in live:
         check_request(scheduler, request)
     for move in tiers.moves.values():
@@ -220,6 +254,16 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert len(seats) <= scheduler.config.max_num_seqs
     assert sorted(r.request_id for r in [*scheduler._waiting, *seats]) == sorted(scheduler._requests)
     check_steps_in_flight(scheduler)
+
+
+def shared_blocks(blocks: Iterable[Block], owners: Counter[Block]) -> tuple[int, int]:
+    """Of the used blocks in either tier, how many have several owners."""
+    several = [block for block in blocks if owners[block] > 1 and block.move is None]
+    both = [block for block in several if block.residency is Residency.BOTH]
+    on_gpu = [block for block in several if block.residency is Residency.GPU or (block in both and block.users)]
+    on_cpu = [block for block in several if block.residency is Residency.CPU]
+    needed_there = [block for block in both if block.readers or not block.users]
+    return len(on_gpu), len(on_cpu) + len(needed_there)
 
 
 def check_block(tiers: Tiers, block: Block, owners: int, users: int, readers: int, move: Move | None) -> None:
@@ -238,7 +282,7 @@ def check_block(tiers: Tiers, block: Block, owners: int, users: int, readers: in
     gives_cpu = unread and (not owners or (residency is Residency.BOTH and users > 0))
     assert (block.gpu_shelf is not None, block.cpu_shelf is not None) == (gives_gpu, gives_cpu)
     assert block.gpu_shelf is None or block in block.gpu_shelf
-    assert tiers.gives_way(block) == (gives_gpu and (residency is Residency.BOTH or not owners))
+    assert tiers.giving_way([block]) == (gives_gpu and (residency is Residency.BOTH or not owners))
 
 
 def check_request(scheduler: Scheduler, request: Request) -> None:

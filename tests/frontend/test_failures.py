@@ -83,7 +83,7 @@ def test_leaving_while_sending_the_body_is_no_fault_of_ours(slow: Server, caplog
 
 
 def open_requests(server: Server, path: str) -> float:
-    begin = f'coldblock_http_open_requests{{path="{path}",'
+    begin = f'coldblock_http_open_requests{{path="{path}"}}'
     lines = server.http().get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(begin))
 

@@ -35,7 +35,7 @@ def names(text: bytes) -> Sequence[str]:
 def test_all_kinds_of_engine_metrics() -> None:
     found = values(
         render(
-            HttpMetrics("0"),
+            HttpMetrics(),
             [
                 (
                     "ipc:///one",
@@ -62,14 +62,14 @@ def test_one_family_for_a_metric_of_two_engines() -> None:
     two = [
         (name, stats(Metric("x_total", "counter", "X.", (Sample(1.0, {"engine": name}),)))) for name in ("one", "two")
     ]
-    text = render(HttpMetrics("0"), two)
+    text = render(HttpMetrics(), two)
     assert list(names(text)).count("x") == 1
     assert values(text)["x_total[('engine', 'two')]"] == 1
 
 
 def test_a_metric_that_makes_no_sense_is_left_out() -> None:
     text = render(
-        HttpMetrics("0"),
+        HttpMetrics(),
         [
             (
                 "e",
@@ -84,6 +84,15 @@ def test_a_metric_that_makes_no_sense_is_left_out() -> None:
     assert "good" in names(text) and not {"bad", "bad name"} & set(names(text))
 
 
+def test_an_engine_that_another_exports_is_up_and_says_where_its_metrics_are() -> None:
+    elsewhere = msgspec.structs.replace(stats(), exporter="other http://127.0.0.1:1/metrics\n# TYPE x")
+    text = render(HttpMetrics(), [("ipc:///e", elsewhere)])
+    assert text.splitlines()[-1] == (
+        b"# The metrics of the engine at ipc:///e are exported by 'other http://127.0.0.1:1/metrics\\n# TYPE x'"
+    )
+    assert values(text)["coldblock_engine_up[('endpoint', 'ipc:///e')]"] == 1
+
+
 def test_http_metrics_of_a_running_frontend(model_folder: Path) -> None:
     with fake_engine(model_folder) as engine, serving(engine) as server, server.http() as http:
         server.wait_for_health(200)
@@ -94,11 +103,11 @@ def test_http_metrics_of_a_running_frontend(model_folder: Path) -> None:
         found = values(http.get("/metrics").text)
 
     def count(path: str, status: int) -> float:
-        labels = sorted({"path": path, "status": str(status), "worker": "0"}.items())
+        labels = sorted({"path": path, "status": str(status)}.items())
         return found[f"coldblock_http_requests_total{labels}"]
 
     assert count("/v1/completions", 200) == 1 and count("/v1/completions", 400) == 1
     assert count("other", 404) == 2, "a path that a client made up must not become a label"
-    assert found["coldblock_http_open_requests[('path', '/v1/completions'), ('worker', '0')]"] == 0
-    assert found["coldblock_http_open_requests[('path', '/metrics'), ('worker', '0')]"] == 1
+    assert found["coldblock_http_open_requests[('path', '/v1/completions')]"] == 0
+    assert found["coldblock_http_open_requests[('path', '/metrics')]"] == 1
     assert found["coldblock_requests_swapped_total[]"] == 1

@@ -108,7 +108,7 @@ def test_the_default_stream_is_refused_by_any_driver(driver: FakeDriver, monkeyp
     [([2], [0], [1]), ([0], [2], [1]), ([1], [0], [2]), ([-1], [0], [1]), ([0], [0], [0]), ([0, 1], [0], [1])],
 )
 def test_blocks_that_do_not_exist_are_refused(reads: list[int], writes: list[int], counts: list[int]) -> None:
-    with pytest.raises(KernelArgumentError, match=r"reads|writes"):
+    with pytest.raises(KernelArgumentError, match=r"reads|writes|counts"):
         copy_blocks(noise(2, 16), *arrays(reads), noise(2, 16), *arrays(writes, counts))
 
 

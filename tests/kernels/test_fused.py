@@ -16,6 +16,7 @@ from coldblock.kernels import pages as pages_module
 from coldblock.kernels.errors import KernelArgumentError
 from coldblock.kernels.loader import Variant
 from coldblock.kernels.pages import KVPages
+from coldblock.kernels.w8 import pack_w8
 from torch import Tensor
 
 gpu = pytest.mark.gpu
@@ -106,16 +107,19 @@ def test_the_wrappers_ask_for_variants_that_they_declare(dtype: torch.dtype, mon
 
     monkeypatch.setattr(fused, "load", record)
     monkeypatch.setattr(fused, "check_tensor", lambda *_, **__: None)
+    monkeypatch.setattr(fused, "check_matrix", lambda *_: None)
     monkeypatch.setattr(pages_module, "check_place", lambda *_: None)
     x, single = torch.zeros(2, 16, dtype=dtype), torch.zeros(2, 16)
     ids = torch.zeros(2, dtype=torch.int32)
+    packed = pack_w8(torch.zeros(16, 32, dtype=torch.int8), torch.zeros(16, 1).half())
     fused.embed(ids, ids, ids, x, single)
+    fused.embed(ids, ids, ids, packed, torch.zeros(2, 32))
     fused.rms_norm(single, single[0], EPS, x)
     fused.silu_multiply(x, x)
     for kv_format, head_dim in itertools.product(FORMATS, (64, 96, 128, 256)):
         pages = Written(kv_format, head_dim, 3, device="cpu").pages
         fused.rope_and_write(x, None, single, ids, ids, single, pages, 0, 4, x)
-    assert len(asked) == 23
+    assert len(asked) == 24
     assert all(variant in fused.VARIANTS for variant in asked)
 
 

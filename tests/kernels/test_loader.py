@@ -123,17 +123,27 @@ def test_the_cache_tells_macros_architectures_and_sources_apart(cache: Path) -> 
 
 
 @needs_nvrtc
-def test_a_changed_header_is_compiled_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("header", "cubins"), [("common.cuh", 2), ("of_a_header.cuh", 2), ("of_nobody.cuh", 1)])
+def test_what_a_changed_header_is_part_of_is_compiled_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str, cubins: int
+) -> None:
     sources = tmp_path / "cuda"
     sources.mkdir()
     for name in ("silu_multiply.cu", "common.cuh"):
         (sources / name).write_bytes((loader.SOURCES / name).read_bytes())
+    for name, text in (
+        ("common.cuh", '\n#include "of_a_header.cuh"\n'),
+        ("of_a_header.cuh", ""),
+        ("of_nobody.cuh", ""),
+    ):
+        with open(sources / name, "a") as file:
+            file.write(text)
     monkeypatch.setattr(loader, "SOURCES", sources)
     loader.compile_cubin("silu_multiply", {}, "sm_80")
-    with open(sources / "common.cuh", "a") as header:
-        header.write("// another line\n")
+    with open(sources / header, "a") as file:
+        file.write("// another line\n")
     loader.compile_cubin("silu_multiply", {}, "sm_80")
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.iterdir())) == cubins
 
 
 @needs_nvrtc

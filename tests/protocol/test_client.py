@@ -437,6 +437,22 @@ async def test_cancelling_the_iteration_aborts() -> None:
             assert (await anext(await client.submit([1], request_id="r"))).token_ids == (7,)  # type: ignore[union-attr]
 
 
+async def test_the_engines_totals_come_to_who_has_left_too() -> None:
+    with FakeEngine(endless, delay_s=0.002) as engine:
+        async with connected(engine) as client:
+            stopped, cancelled, lost = [await client.submit([1, 2]) for _ in range(3)]
+            await anext(stopped)
+            await stopped.abort()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await cancelled.result()
+            for generation in (stopped, cancelled):
+                usage = await generation.usage()
+                assert usage is not None and usage.prompt_tokens == 2
+            engine.stop()
+            assert await lost.usage() is None
+
+
 # ---------------------------------------------------------------- the engine goes away
 
 

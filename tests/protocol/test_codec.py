@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from typing import get_args
 
 import msgpack
 import msgspec
 import pytest
 from coldblock.protocol import codec
-from coldblock.protocol.codec import decode_from_engine, decode_from_peer, encode, pack_tokens, unpack_tokens
+from coldblock.protocol.codec import (
+    decode_from_engine,
+    decode_from_peer,
+    encode,
+    pack_tokens,
+    unpack_array,
+    unpack_tokens,
+)
 from coldblock.protocol.errors import ProtocolError
 from coldblock.protocol.messages import (
     Abort,
@@ -147,6 +156,7 @@ def test_token_ids_are_little_endian_uint32() -> None:
     assert unpack_tokens(b"\x01\x00\x00\x00\xff\xff\xff\xff") == [1, 2**32 - 1]
     assert unpack_tokens(pack_tokens([])) == []
     assert unpack_tokens(pack_tokens((7,))) == [7]
+    assert unpack_array(pack_tokens([7, 2**32 - 1])) == array("I", [7, 2**32 - 1])
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**70, 1.5, "x", None])
@@ -155,9 +165,10 @@ def test_an_id_that_is_no_uint32_is_named(bad: object) -> None:
         pack_tokens([0, bad, 5])  # type: ignore[list-item]
 
 
-def test_packed_ids_of_odd_length_are_malformed() -> None:
+@pytest.mark.parametrize("unpack", [unpack_tokens, unpack_array])
+def test_packed_ids_of_odd_length_are_malformed(unpack: Callable[[bytes], object]) -> None:
     with pytest.raises(ProtocolError) as caught:
-        unpack_tokens(b"12345")
+        unpack(b"12345")
     assert caught.value.code == "malformed"
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +13,8 @@ from coldblock.protocol.client import AsyncClient
 from coldblock.protocol.errors import ColdblockError, RequestRefused
 from coldblock.protocol.messages import Finished, Refused, Submit
 from coldblock.tools.bench import jitter, kernels, main, measure, pressure, report, serve, swap, swap_pairs
+from coldblock.tools.bench.machine import describe_machine
+from coldblock.tools.bench.report import Heading, Spread
 from coldblock.tools.errors import ToolError
 from fake_engine import MODEL, FakeEngine, swap_event, usage
 
@@ -144,7 +146,8 @@ def test_swap_result_passes_only_when_all_is_as_expected() -> None:
     assert not swap_pairs.summarize("fp16", swapped_pair(swap_pairs.NEW_TOKENS - 1), None).passed
     assert not swap_pairs.summarize("fp16", swapped_pair(swap_pairs.NEW_TOKENS), False).passed
     assert not swap_pairs.summarize("fp16", swapped_pair(swap_pairs.NEW_TOKENS)[1:] * 2, None).passed
-    assert "FAILED" in swap_pairs.render([swap_pairs.summarize("int8", swapped_pair(3), None)])
+    bad = swap_pairs.summarize("int8", swapped_pair(3), None)
+    assert swap_pairs.tables([{**asdict(bad), "passed": bad.passed}])[0].rows[0][-1] == "FAILED"
 
 
 def test_every_swap_request_fills_three_blocks_all_its_life() -> None:
@@ -190,11 +193,8 @@ def test_a_folder_that_cannot_be_is_refused_before_measuring(
 
 
 def test_table_aligns_and_rounds() -> None:
-    assert report.table(("a", "long"), [(1, 0.123456), ("xyz", 1234.56)]).splitlines() == [
-        "  a   long",
-        "  1  0.123",
-        "xyz   1235",
-    ]
+    table = report.Table("title", (Heading("a"), Heading("long")), ((1, 0.123456), ("xyz", 1234.56), (None, 12345)))
+    assert table.text().splitlines() == ["title", "  a    long", "  1  0.1235", "xyz   1,235", "  -  12,345"]
 
 
 def test_a_benchmark_of_swaps_refuses_an_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,38 +204,29 @@ def test_a_benchmark_of_swaps_refuses_an_unknown_case(capsys: pytest.CaptureFixt
     assert "--cases: 'pairs,nix' is not allowed: 'nix' is not one of pairs, load" in capsys.readouterr().err
 
 
-def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ToolError, match="--out"):
-        report.write(tmp_path / "file", "x", {}, None, {})
-
-
 def test_dispatcher_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--help"]) == 0
     assert "jitter" in capsys.readouterr().out
     assert main.main(["nix"]) == 2
-    assert "serve, swap, jitter, kernels" in capsys.readouterr().err
+    assert "serve, swap, jitter, monitor, kernels" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("versus", [[], [serve.Versus("decode c=1", 2.0, 1.0)]])
-def test_throughput_is_drawn_with_and_without_a_comparison(tmp_path: Path, versus: list[serve.Versus]) -> None:
+def test_throughput_is_shown_with_and_without_a_comparison() -> None:
     load = [timeline(1.0, 1.5, 3.0)]
-    levels = [serve.summarize_level(load, 3.0, load, 8)]
-    path = report.plot(tmp_path, "serve", "title", [lambda axes: serve._plot_throughput(axes, levels, versus)])
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_results_do_not_tell_where_the_model_lies(tmp_path: Path) -> None:
-    path = report.write(tmp_path, "swap", {}, MODEL, [])
-    written = json.loads(path.read_text())
-    assert written["model"]["name"] == MODEL.name
-    assert "path" not in written["model"]
+    level = serve.summarize_level(load, 3.0, load, 8)
+    results = {"sweep": [{**asdict(level), "jitter": level.jitter}]}
+    assert [line.name for line in serve.figures(results)[0].lines] == ["all tokens, steady load", "while all decode"]
+    assert len(serve.tables(results)) == 1
+    versus = serve.Versus.of_rounds("decode c=1", [2.0, 4.0, 3.0], [1.0, 2.0, 1.5])
+    results["versus_transformers"] = [{**asdict(versus), "ratio": versus.ratio}]
+    assert serve.figures(results)[0].lines[2].y == (1.5,)
+    assert serve.tables(results)[1].rows == (("decode c=1", Spread(3.0, 2.0, 4.0), Spread(1.5, 1.0, 2.0), 2.0),)
 
 
 def test_the_machine_names_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert report.describe_machine()["gpus"] == []
+    assert describe_machine()["gpus"] == []
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 3050 Laptop GPU, 4096 MiB, 580.1'\n")
     tool.chmod(0o755)
-    assert report.describe_machine()["gpus"] == ["NVIDIA GeForce RTX 3050 Laptop GPU, 4096 MiB, 580.1"]
+    assert describe_machine()["gpus"] == ["NVIDIA GeForce RTX 3050 Laptop GPU, 4096 MiB, 580.1"]

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from coldblock.protocol.messages import Finished, Metric, Sample, SwapEvent
 from coldblock.tools.bench import engines, jitter, link, pressure, swap, swap_load, swap_long, swap_pairs, swap_prefix
 from coldblock.tools.bench.link import Link
 from coldblock.tools.bench.measure import Timeline
+from coldblock.tools.bench.report import Spread, Table
 from coldblock.tools.errors import ToolError
 from fake_engine import MODEL, FakeEngine, swap_event, usage
 from msgspec.structs import replace
+from report_pages import check_page
 
 LINK = Link(50.0, 40.0, 1 << 28)
 
@@ -27,6 +30,10 @@ def timeline(*arrivals: float, events: tuple[SwapEvent, ...] = (), request_id: s
     finished = Finished("length", usage(**{"prefill_s": 0.0, **totals}))
     tokens = list(range(len(arrivals)))
     return Timeline(0.0, request_id, tokens, list(arrivals), list(events), finished)
+
+
+def widest(tables: list[Table]) -> int:
+    return max(len(line) for table in tables for line in table.text().splitlines()[1:])
 
 
 def copy(phase: str, size: float, seconds: float, **changes: Any) -> SwapEvent:
@@ -64,7 +71,10 @@ def test_a_groups_figures_have_one_value_a_request() -> None:
     assert group["tpot_s"]["count"] == 2
     assert (group["tpot_s"]["p50"], group["tpot_s"]["max"]) == (2.0, 3.0)
     assert (group["stall_s"]["p50"], group["longest_gap_s"]["p95"]) == (2.0, pytest.approx(4.8))
-    assert pressure.group_rows("fp8", {"victims": group})[0][:3] == ("fp8", "victims", 2)
+    tpot, stall, _ = pressure.group_tables([("fp8", {"victims": group})])
+    assert tpot.rows == (("fp8", "victims", 2, 2000.0, *(pytest.approx(ms) for ms in (2900.0, 2980.0, 3000.0))),)
+    assert [heading.better for heading in stall.headings] == [None] * 3 + ["lower"] * 3 + [None]
+    assert pressure.group_tables([("", {"victims": group})])[0].rows[0][:2] == ("victims", 2)
 
 
 def test_the_small_pool_holds_one_request_and_not_all() -> None:
@@ -146,7 +156,7 @@ def test_a_load_compares_both_pools_and_sorts_copies_by_direction() -> None:
         pytest.approx(20 / 40),
     )
     assert result.passed and not swap_load.summarize("fp16", 3, calm, pressed, LINK).passed
-    assert max(map(len, swap_load.render([result]).splitlines())) <= 100
+    assert widest(swap_load.tables([asdict(result)])) <= 100
 
 
 # ---------------------------------------------------------------- a long request, a prefix
@@ -174,7 +184,7 @@ def test_a_long_requests_copies_are_all_of_its_own_and_no_others() -> None:
     assert not swap_long.summarize("fp16", 1024, long, copies[1:], LINK, completed=True).passed
     assert not swap_long.summarize("fp16", 1024, long, copies, LINK, completed=False).passed
     assert not swap_long.summarize("fp16", 1024, long, [], LINK, completed=True).passed
-    assert max(map(len, swap_long.render([result]).splitlines())) <= 100
+    assert widest(swap_long.tables([asdict(result)])) <= 100
 
 
 async def test_the_other_one_comes_at_the_long_ones_first_token() -> None:
@@ -191,7 +201,8 @@ def test_a_prefixs_repeats_are_held_against_its_first_times() -> None:
     repeats = [timeline(at, cached_tokens=cached) for at, cached in ((0.1, 1008), (0.125, 992), (0.9, 1008))]
     result = swap_prefix.summarize("fp16", 1024, first, repeats, 190)
     assert (result.first_ttft_s, result.repeat_ttft_s, result.ratio, result.cached_tokens) == (1.0, 0.125, 0.125, 992)
-    assert result.passed and "1/8.0" in swap_prefix.render([result])
+    computed, again = swap_prefix.tables([asdict(result)])[0].rows[0][2:4]
+    assert result.passed and (computed, again) == (Spread(1000.0, 800.0, 5000.0), Spread(125.0, 100.0, 900.0))
     assert not swap_prefix.summarize("fp16", 1024, first, repeats, 60).passed, "it was still in the pool"
     repeats[1] = timeline(0.125)
     assert not swap_prefix.summarize("fp16", 1024, first, repeats, 190).passed, "it was computed again"
@@ -313,16 +324,17 @@ def test_swap_command_writes_its_results(
     flags = ["--iterations", "2", "--deterministic", "--requests", "4", "--new-tokens", "8", "--out", str(tmp_path)]
     assert swap.main(flags) == 0
     shown = capsys.readouterr().out
-    assert shown.count("4/4") == 2 * len(swap.FORMATS)
+    assert shown.count("4/4") == len(swap.FORMATS)
     assert max(map(len, shown.splitlines()[:-1])) <= 100
     content = json.loads((tmp_path / "bench-swap.json").read_text())
-    assert list(content["results"]) == ["pairs", "load"]
+    assert list(content["results"]) == ["pairs", "load", "capacity"]
     for found in content["results"].values():
         assert [entry["kv_cache_dtype"] for entry in found] == list(swap.FORMATS)
     assert content["results"]["load"][0]["groups"]["victims"]["tpot_s"]["count"] == 2
     assert {"cpu", "cores", "memory_gib", "python", "packages", "date", "revision"} <= content["machine"].keys()
     assert content["model"]["name"] == "fake-model"
-    assert (tmp_path / "bench-swap.png").read_bytes().startswith(b"\x89PNG")
+    assert content["command"].startswith("coldblock bench swap --requests=4 --new-tokens=8 --iterations=2")
+    check_page(tmp_path / "bench-swap.html", content)
     pairs, loads = fake_engines[: 2 * len(swap.FORMATS)], fake_engines[2 * len(swap.FORMATS) :]
     assert all("--deterministic" in flags for flags in pairs) and not any("--deterministic" in f for f in loads)
     assert flag_values(pairs, "--num-gpu-blocks")[:2] == [str(swap_pairs.BLOCKS), str(swap_pairs.LARGE_POOL)]
@@ -344,15 +356,16 @@ def test_jitter_command_writes_its_results(
 ) -> None:
     assert jitter.main(["--requests=4", "--new-tokens=8", "--num-gpu-blocks=5", f"--out={tmp_path}"]) == 0
     shown = capsys.readouterr().out
-    assert "bystanders' time per token beside copies" in shown
+    assert "Bystanders beside copies" in shown
     assert max(map(len, shown.splitlines()[:-1])) <= 100
-    results = json.loads((tmp_path / "bench-jitter.json").read_text())["results"]
+    content = json.loads((tmp_path / "bench-jitter.json").read_text())
+    results = content["results"]
     assert {name: gaps["count"] for name, gaps in results["gaps"].items()} == {
         "room for all": 28,
         "bystanders": 14,
         "victims": 14,
     }
-    assert (tmp_path / "bench-jitter.png").read_bytes().startswith(b"\x89PNG")
+    check_page(tmp_path / "bench-jitter.html", content)
     assert flag_values(fake_engines, "--num-gpu-blocks") == ["12", "5"]
 
 
@@ -361,7 +374,8 @@ def test_the_embedded_model_swaps_and_all_figures_agree(embedded_model: Path, tm
     load = ["--requests=4", "--prompt-tokens=24", "--new-tokens=24", "--engine-flags=--threads 1"]
     assert swap.main([f"--model={embedded_model}", *flags, *load, "--seed=3", f"--out={tmp_path}"]) == 0
     content = json.loads((tmp_path / "bench-swap.json").read_text())
-    (load_result,), (long,), (prefix,) = content["results"].values()
+    check_page(tmp_path / "bench-swap.html", content)
+    (load_result,), (long,), (prefix,), _ = content["results"].values()
     counters, block = load_result["counters"], content["model"]["kv_block_bytes"]
     assert counters["swaps"] + counters["recomputes"] > 0
     for way in ("out", "in"):

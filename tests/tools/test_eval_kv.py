@@ -31,7 +31,7 @@ def run(model: Path, *flags: str) -> Any:
     """The results that the command writes."""
     out = model / "out"
     assert eval_kv.main(["kv", str(model), "--out", str(out), "--threads", "1", *flags]) == 0
-    assert (out / "bench-eval-kv.png").stat().st_size > 1000
+    assert "KV formats of" in (out / "bench-eval-kv.html").read_text()
     return json.loads((out / "bench-eval-kv.json").read_text())["results"]
 
 
@@ -81,7 +81,7 @@ def test_the_command_writes_what_it_prints(model: Path, capsys: pytest.CaptureFi
     assert 0 == fp16["mean_kl"] < int8["mean_kl"] < 0.1
     printed = capsys.readouterr().out
     assert "128 tokens" in printed
-    assert f"{int8['perplexity']:.3f}" in printed
+    assert f"{int8['perplexity']:.4g}" in printed
     assert f"{int8['tokens_in_pool']:,}" in printed
 
 

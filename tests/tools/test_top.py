@@ -1,4 +1,4 @@
-"""`coldblock top` against a scripted engine: text, JSON, and what it says when the engine is not there."""
+"""`coldblock top` as scripts run it: text, JSON lines, a number of snapshots, exit codes, and no textual at all."""
 
 from __future__ import annotations
 
@@ -9,66 +9,55 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from coldblock import Client
-from coldblock.protocol.messages import CpuOffload, RequestRow, SamplingParams, Stats, TierUse
-from coldblock.tools import terminal, top
-from fake_engine import MODEL, FakeEngine
+from coldblock.protocol.messages import CpuOffload, Goodbye, Hello, Ping, SamplingParams, StatsRequest
+from coldblock.tools import terminal
+from coldblock.tools.top import main as top
+from coldblock.tools.top import plain
+from coldblock.tools.top.history import History
+from fake_engine import FakeEngine
+from showing_engine import ShowingEngine, row, snapshot
 
-STATS = Stats(
-    engine_id="engine-1",
-    time=0.0,
-    uptime_s=75.0,
-    model=MODEL,
-    peers=2,
-    running=1,
-    waiting=0,
-    swapped=1,
-    gpu=TierUse(total=64, used=32, cached=16, in_flight=8, free=8),
-    cpu_offload=CpuOffload(True, 3 * 589824, 2**31, 4, 3),
-    step_ms=12.34,
-    tokens_per_s=83.25,
-    requests=(
-        RequestRow("req-a", "chat", "decode", 40, 12, 4, 0, 1, 0.25, 2.5, 0),
-        RequestRow("req-b", "frontend", "swapped", 40, 3, 0, 3, 1, 1.5, 9.0, 5),
-    ),
-    metrics=(),
-)
+TOP = [sys.executable, "-m", "coldblock", "top"]
 
 
-def plain() -> terminal.Style:
+def unpainted() -> terminal.Style:
     style = terminal.Style(sys.stdout)
     style.active = False
     return style
 
 
-def test_render_shows_tiers_and_requests() -> None:
-    lines = top.render(STATS, plain()).splitlines()
-    assert "fake-model on cpu" in lines[0]
-    assert "up 1 min 15 s" in lines[0]
-    assert all(len(line) <= 80 for line in lines[:4])
-    assert lines[1].startswith(
-        "GPU " + "█" * 10 + "▒" * 5 + "▚" * 3 + "·" * 2 + " 32 used, 16 cached, 8 in flight, 8 free"
-    )
-    assert "3 blocks, 1.7 MiB of 2.0 GiB, most at once 4 requests" in lines[2]
-    assert "1 running · 0 waiting · 1 swapped · 83.2 tok/s · step 12.3 ms" in lines[3]
-    assert lines[6].split() == ["req-a", "chat", "decode", "40", "12", "4", "0", "1", "0.25", "s", "2.5", "s", "0"]
-    assert len({len(line) for line in lines[5:8]}) == 1
+def rendered(*rows: object, **changes: object) -> list[str]:
+    history = History()
+    history.snapshot(snapshot(*rows, **changes))  # type: ignore[arg-type]
+    return plain.render(history.frame(), unpainted()).splitlines()
 
 
-@pytest.mark.parametrize("used", range(0, 65, 7))
-def test_bar_always_has_its_width(used: int) -> None:
-    rest = 64 - used
-    use = TierUse(total=64, used=used, cached=rest // 3, in_flight=rest // 5, free=rest - rest // 3 - rest // 5)
-    assert len(top.gpu_bar(use, plain())) == top.BAR_WIDTH
+def test_text_shows_tiers_and_requests_with_ids_in_full() -> None:
+    long_id = "chatcmpl-" + "0123456789abcdef" * 4
+    lines = rendered(row(), row(long_id, peer="web", state="swapped", stalled_s=1.5))
+    assert lines[0].startswith("coldblock top  fake-model on cpu  up 1 min 15 s  KV fp16")
+    assert "28 used 4 shared 16 cached 8 moving 8 free" in lines[1]
+    assert lines[6].split()[:3] == ["REQUEST", "FRONTEND", "STATE"]
+    assert lines[7].split() == [
+        "req-a", "chat", "●", "decode", "40", "12", "4", "2.2", "MiB", "0", "-", "1", "-", "250", "ms", "-",
+        "500", "ms", "20", "ms", "2.50", "s", "0",
+    ]  # fmt: skip
+    assert long_id in lines[8] and "1.50 s" in lines[8]
 
 
-def test_offload_off_is_said() -> None:
-    stats = msgspec.structs.replace(STATS, cpu_offload=CpuOffload(False, 0, 0, 0, 0), requests=())
-    text = top.render(stats, plain())
-    assert "CPU offload is off" in text
-    assert "no requests" in text
+def test_text_of_nothing_and_of_no_cpu_tier() -> None:
+    text = "\n".join(rendered(cpu_offload=CpuOffload(False, 0, 0, 0, 0)))
+    assert "tier is off" in text and "no requests" in text
+
+
+def test_names_cannot_steer_the_terminal() -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07\nroot"
+    lines = rendered(row(evil, peer=evil), row("漢字"))
+    assert len(lines) == 9  # no line of its own for what follows its newline
+    assert all(line.isprintable() for line in lines)
+    assert [terminal.columns_of(line) for line in lines[6:9]] == [terminal.columns_of(lines[6])] * 3
 
 
 def test_once_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,17 +79,86 @@ def test_once_json_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None
     assert [row["peer"] for row in stats["requests"]] == ["me"]
 
 
+def test_batch_prints_so_many_and_rates_from_the_second_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with ShowingEngine(row()) as engine:
+        assert top.main(["--endpoint", engine.endpoint, "--batch", "3", "--interval", "0.05"]) == 0
+    blocks = capsys.readouterr().out.split("coldblock top")[1:]
+    rates = [block.splitlines()[7].split()[15] for block in blocks]
+    assert rates == ["-", "0.0", "0.0"]
+
+
+def test_batch_json_is_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with ShowingEngine(row()) as engine:
+        assert top.main(["--endpoint", engine.endpoint, "--batch", "4", "--json", "--interval", "0.01"]) == 0
+    assert [json.loads(line)["type"] for line in capsys.readouterr().out.splitlines()] == ["stats"] * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--batch", "0"], "--batch: '0' is not allowed"),
+        (["--interval", "0"], "--interval: '0' is not allowed"),
+        (["--batch", "2", "--once"], "--once and --batch 2: give one of them"),
+    ],
+)
+def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        top.main(flags)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_only_ever_asks() -> None:
+    with ShowingEngine(row()) as engine:
+        top.main(["--endpoint", engine.endpoint, "--batch", "3", "--interval", "0.05"])
+        engine.wait_for(Goodbye)
+    assert {type(message) for message in engine.received} <= {Hello, Ping, StatsRequest, Goodbye}
+
+
+WITHOUT_TEXTUAL = """
+import sys
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("textual", "rich"):
+            raise ImportError(f"no {name} here")
+sys.meta_path.insert(0, Nowhere())
+from coldblock.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("flags", [["--once"], ["--batch", "2"], ["--json", "--batch", "2"], ["--help"]])
+def test_scripts_need_no_textual(flags: list[str]) -> None:
+    with ShowingEngine(row()) as engine:
+        command = [sys.executable, "-c", WITHOUT_TEXTUAL, "top", "--endpoint", engine.endpoint, *flags]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+
+
+def test_a_missing_textual_is_one_line_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "textual", None)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    with FakeEngine() as engine:
+        assert top.main(["--endpoint", engine.endpoint]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'coldblock[tools]'" in line and "--once" in line
+
+
 def test_no_engine_is_an_error_with_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "CONNECT_TIMEOUT_S", 0.2)
     assert top.main(["--endpoint", f"ipc://{tmp_path}/nobody.sock", "--once"]) == 3
 
 
 @pytest.fixture
-def watcher(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def watcher(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`coldblock top` in a pipe, looking often at an endpoint."""
     endpoint = f"ipc://{tmp_path}/engine.sock"
-    command = [sys.executable, "-m", "coldblock", "top", "--endpoint", endpoint, "--json", "--interval", "0.05"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [*TOP, "--endpoint", endpoint, "--json", "--interval", "0.05", *getattr(request, "param", ())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     timer = threading.Timer(60, process.kill)
     timer.start()
     yield endpoint, process
@@ -109,52 +167,35 @@ def watcher(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     process.communicate(timeout=10)
 
 
-def lines_until(process: subprocess.Popen[str], text: str) -> None:
+def stats_of(process: subprocess.Popen[str], engine_id: str) -> None:
+    """Read until a snapshot of this engine; every line must be JSON."""
     assert process.stdout is not None
     for line in process.stdout:
-        if text in line:
+        if json.loads(line)["engine_id"] == engine_id:
             return
-    pytest.fail(f"top ended before it printed {text!r}")
+    pytest.fail(f"top ended before it printed a snapshot of {engine_id}")
 
 
-def test_lost_engine_is_said_and_found_again(watcher: tuple[str, subprocess.Popen[str]]) -> None:
+def test_lost_engine_is_said_beside_the_snapshots_and_found_again(
+    watcher: tuple[str, subprocess.Popen[str]],
+) -> None:
     endpoint, process = watcher
     with FakeEngine(endpoint=endpoint, engine_id="first"):
-        lines_until(process, "first")
-    lines_until(process, "engine gone")
+        stats_of(process, "first")
+    assert process.stderr is not None
+    assert "engine gone" in process.stderr.readline()
     with FakeEngine(endpoint=endpoint, engine_id="second"):
-        lines_until(process, "second")
+        stats_of(process, "second")
+        assert "second answers" in process.stderr.readline()
         process.terminate()
         assert process.wait(timeout=20) == 0
 
 
-def test_clip_counts_visible_columns_only() -> None:
-    assert terminal.clip("\x1b[1mabc\x1b[0mdef", 4) == "\x1b[1mabc\x1b[0md"
-    assert terminal.clip("abc", 10) == "abc"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (589824, "576 KiB"), (2**31, "2.0 GiB")]
-)
-def test_human_bytes(count: int, text: str) -> None:
-    assert terminal.human_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.00021, "0.21 ms"), (0.25, "250 ms"), (3.42, "3.4 s"), (312, "5 min 12 s"), (7500, "2 h 5 min")],
-)
-def test_human_seconds(seconds: float, text: str) -> None:
-    assert terminal.human_seconds(seconds) == text
-
-
-def test_no_colour_without_a_terminal_or_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal:
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert terminal.Style(Terminal()).paint("x", "red") == "\x1b[31mx\x1b[0m"  # type: ignore[arg-type]
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert terminal.Style(Terminal()).paint("x", "red") == "x"  # type: ignore[arg-type]
+@pytest.mark.parametrize("watcher", [("--batch", "100000")], indirect=True)
+def test_a_run_that_has_an_end_ends_with_its_engine(watcher: tuple[str, subprocess.Popen[str]]) -> None:
+    endpoint, process = watcher
+    with FakeEngine(endpoint=endpoint, engine_id="first"):
+        stats_of(process, "first")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode in (1, 3)
+    assert len(errors.splitlines()) == 1 and endpoint in errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from coldblock.kernels import fused, loader, prefill_attention, prefill_attention_hopper, w4_wide
 from coldblock.kernels.errors import KernelUnavailable
 from coldblock.tools import kernel_checks, validate
-from coldblock.tools.bench import kernels
+from coldblock.tools.bench import kernel_cases, kernels
+from coldblock.tools.bench.report import Spread
 from tiny_models import save_tiny
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -49,7 +51,7 @@ def test_what_was_never_written_is_off() -> None:
 
 
 def test_every_format_and_head_dimension_is_compared() -> None:
-    everywhere = 2 * (3 + 2 * (1 + 3)) + 4 * 5 * 4 + 2
+    everywhere = 2 * (3 + 4 + 2 * (1 + 3)) + 1 + 4 * 5 * 4 + 2
     assert len(list(kernel_checks.kernel_comparisons(0, "sm_86"))) == everywhere
     assert len(list(kernel_checks.kernel_comparisons(0, "sm_90a"))) == everywhere + 2 * 2 * 2 + 5 * 2
 
@@ -138,9 +140,14 @@ def test_a_benchmark_of_nothing_is_refused_before_anything_is_measured(
     assert "--only: 'nothing' is not allowed" in capsys.readouterr().err
 
 
-def test_percent_is_of_the_ceiling_that_binds() -> None:
-    row = kernels.Measured("x", 10.0, 2.0, 400.0, 0.5)
-    assert "50" in kernels.render([row])
+def test_percent_is_of_the_ceiling_that_binds(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = kernel_cases.Case([lambda: None], bytes_moved=2e9, flops=4e12)
+    monkeypatch.setattr(kernels, "milliseconds", lambda calls: [1.0, 2.0, 4.0])
+    row = kernels.measure("x", case, kernels.Ceilings(read=4.0, copy=4.0, matmul=4000.0))
+    assert (row.us, row.us_range, row.tb_per_s, row.of_ceiling) == (2000.0, (1000.0, 4000.0), 1.0, 0.5)
+    results = {"ceilings": {"read": 4.0, "copy": 4.0, "matmul": 4000.0}, "cases": [asdict(row)]}
+    assert kernels.tables(results)[1].rows == (("x", Spread(2000.0, 1000.0, 4000.0), 1.0, 2000.0, 50.0),)
+    assert kernels.figures(results)[0].series == {"share": (50.0,)}
 
 
 @pytest.mark.gpu

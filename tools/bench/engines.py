@@ -12,17 +12,16 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
 from ...protocol.client import AsyncClient
 from ...protocol.messages import Stats, SwapEvent, SwapPhase
-from ...settings import Settings
 from ..daemons import running_engine
 from ..errors import ToolError
 from ..fetch_model import resolve_model
+from .command import ReportSettings
 
 OUTWARD: tuple[SwapPhase, ...] = ("swapped", "copied_out")  # phases that end a copy
 INWARD: tuple[SwapPhase, ...] = ("resumed", "copied_in")
@@ -44,7 +43,7 @@ COUNTERS = {
 """What an engine counts of its swaps: our names, and those of its metrics."""
 
 
-class EngineChoice(Settings):
+class EngineChoice(ReportSettings):
     """Settings of a benchmark that starts engines."""
 
     model: str = Field("smollm2-135m", description="a checkpoint folder, or a known name, for the engine it starts")
@@ -52,7 +51,6 @@ class EngineChoice(Settings):
         "auto", description="dummy: random weights of the model's shape; then qwen2.5-3b is a known name too"
     )
     engine_flags: str = Field("", description="flags for the engine it starts, as in --engine-flags='--threads 1'")
-    out: Path | None = Field(None, description="folder for the results; docs/results or the current one if absent")
     seed: int = Field(0, ge=0, description="of the random prompts")
 
     @field_validator("engine_flags")

@@ -6,44 +6,37 @@ are chosen, or when and why the engine copies; its events tell.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
-from ...protocol.errors import ColdblockError
+from ...progress import say
 from ...protocol.messages import SwapEvent
-from ...settings import EXIT_OK, UsageError, load
 from ..children import run_until_signal
-from ..errors import report as show_error
-from . import report
+from .command import conclude, run_command
 from .engines import inward, outward, require_model
+from .figures import Figure, Lines, Row, Span, share_below
+from .figures import Timeline as Chart
 from .measure import Timeline, distribution
 from .pressure import (
-    BYSTANDERS,
-    GROUP_COLUMNS,
-    VICTIMS,
     Observed,
     PressureSettings,
-    group_rows,
+    group_tables,
     grouped,
     observe,
     summarize_group,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .report import Column, Table, distribution_columns, table
+from .swap_timeline import one_swap, swap_figures, swap_table
 
 PROG = "coldblock bench jitter"
 POOL_SHARE = 0.6  # so that some stay
 
-Span = tuple[float, float]
-_COLORS = {False: "tab:orange", True: "tab:green"}  # of bystanders and victims, as in the other panel
+Times = tuple[float, float]
 
 
 class JitterSettings(PressureSettings):
@@ -54,52 +47,50 @@ class JitterSettings(PressureSettings):
 
 def main(argv: list[str]) -> int:
     """Run the command."""
-    settings = load(JitterSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
-    try:
-        report.require_plotting()
-        report.require_folder(settings.out)
-        settings.pools(POOL_SHARE)
-        require_model(settings)
-        return run_until_signal(lambda: run(settings))
-    except (ColdblockError, UsageError) as error:
-        return show_error(PROG, error)
+    return run_command(JitterSettings, argv, PROG, __doc__, run)
 
 
-async def run(settings: JitterSettings) -> int:
-    """Measure with both pools, then print and write."""
+def run(settings: JitterSettings) -> int:
+    """Refuse what cannot be measured, then measure."""
+    settings.pools(POOL_SHARE)
+    require_model(settings)
+    return run_until_signal(lambda: measure(settings))
+
+
+async def measure(settings: JitterSettings) -> int:
+    """Measure with both pools, then report."""
     small_pool, large_pool = settings.pools(POOL_SHARE)
-    print(f"{PROG}: {settings.requests} requests, {large_pool} blocks: no pressure ...", file=sys.stderr)
+    say(f"{PROG}: {settings.requests} requests, {large_pool} blocks: no pressure ...")
     calm = await observe(settings, settings.kv_cache_dtype, large_pool)
-    print(f"{PROG}: {settings.requests} requests, {small_pool} blocks: pressure ...", file=sys.stderr)
+    say(f"{PROG}: {settings.requests} requests, {small_pool} blocks: pressure ...")
     pressed = await observe(settings, settings.kv_cache_dtype, small_pool)
-    results = summarize(calm, pressed)
-    print(render(results, pressed.model.kv_cache_dtype))
-    folder = settings.out or report.default_folder()
-    written = report.write(folder, "jitter", settings.model_dump(), pressed.model, results)
-    title = f"{settings.requests} requests on {small_pool} of {large_pool} blocks, {settings.model}"
-    groups = grouped(calm.timelines, pressed.timelines)
-    plotted = report.plot(folder, "jitter", title, [partial(_plot_gaps, groups), partial(_plot_timeline, pressed)])
-    print(f"written: {written}, {plotted}")
-    return EXIT_OK
+    results, model = summarize(calm, pressed), pressed.model
+    title = (
+        f"{settings.requests} requests on {small_pool} of the {large_pool} blocks that all need: "
+        f"{model.name} on {model.device}, {model.kv_cache_dtype} KV"
+    )
+    return conclude(settings, PROG, title, model, results, tables(results), figures(results, calm, pressed))
 
 
 def summarize(calm: Observed, pressed: Observed) -> dict[str, Any]:
     """Distributions in seconds, and what the pressure led to."""
     groups = grouped(calm.timelines, pressed.timelines)
     return {
+        "kv_cache_dtype": pressed.model.kv_cache_dtype,
         "blocks": pressed.model.num_gpu_blocks,
         "blocks_for_all": calm.model.num_gpu_blocks,
         "gaps": {name: distribution([gap for line in group for gap in line.gaps]) for name, group in groups.items()},
         "requests": {name: summarize_group(group) for name, group in groups.items()},
         "beside_copies": beside_copies(pressed.timelines, copy_spans(pressed.copies, pressed.clock_offset)),
         "counters": pressed.counters,
+        "one_swap": one_swap(pressed.timelines, pressed.copies, pressed.clock_offset),
     }
 
 
 # ---------------------------------------------------------------- bystanders beside copies
 
 
-def beside_copies(timelines: Sequence[Timeline], copies: Sequence[Span]) -> dict[str, Any]:
+def beside_copies(timelines: Sequence[Timeline], copies: Sequence[Times]) -> dict[str, Any]:
     """The bystanders' gaps during which anything was copied, against those without, of the same engine.
 
     A step with more requests takes longer, whatever is copied, and a prompt in it longer still. So gaps in which a
@@ -125,13 +116,13 @@ def beside_copies(timelines: Sequence[Timeline], copies: Sequence[Span]) -> dict
     }
 
 
-def _bystanders_gaps(timelines: Sequence[Timeline]) -> Iterator[Span]:
+def _bystanders_gaps(timelines: Sequence[Timeline]) -> Iterator[Times]:
     for timeline in timelines:
         if not timeline.is_victim:
             yield from zip(timeline.arrivals, timeline.arrivals[1:], strict=False)
 
 
-def prompt_spans(timelines: Sequence[Timeline]) -> list[Span]:
+def prompt_spans(timelines: Sequence[Timeline]) -> list[Times]:
     """When prompts were computed."""
     return merged(
         (line.arrivals[0] - line.finished.usage.prefill_s, line.arrivals[0])
@@ -140,14 +131,14 @@ def prompt_spans(timelines: Sequence[Timeline]) -> list[Span]:
     )
 
 
-def copy_spans(copies: Sequence[SwapEvent], clock_offset: float) -> list[Span]:
+def copy_spans(copies: Sequence[SwapEvent], clock_offset: float) -> list[Times]:
     """When copies ran, at most: from when they were asked for until their end was told, on the timelines' clock."""
     return merged((c.time - clock_offset - c.seconds - c.queued_s, c.time - clock_offset) for c in copies)
 
 
-def merged(spans: Iterator[Span]) -> list[Span]:
+def merged(spans: Iterator[Times]) -> list[Times]:
     """The same times without overlaps, in order."""
-    result: list[Span] = []
+    result: list[Times] = []
     for begun, ended in sorted(spans):
         if result and begun <= result[-1][1]:
             result[-1] = (result[-1][0], max(result[-1][1], ended))
@@ -156,7 +147,7 @@ def merged(spans: Iterator[Span]) -> list[Span]:
     return result
 
 
-def _overlaps(begun: float, ended: float, spans: Sequence[Span]) -> bool:
+def _overlaps(begun: float, ended: float, spans: Sequence[Times]) -> bool:
     """Whether any of these spans, which are in order and apart, touches the time between."""
     place = bisect_left(spans, ended, key=lambda span: span[0])
     return place > 0 and spans[place - 1][1] > begun
@@ -165,62 +156,83 @@ def _overlaps(begun: float, ended: float, spans: Sequence[Span]) -> bool:
 # ---------------------------------------------------------------- what is shown
 
 
-def render(results: Mapping[str, Any], kv_cache_dtype: str) -> str:
-    """Gaps between tokens, then the requests, then the swaps in two lines."""
-    beside, counters = results["beside_copies"], results["counters"]
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """Gaps between tokens, then the requests, then copies and swaps."""
+    beside = results.get("beside_copies", {})
     gaps = {
         **results["gaps"],
-        "bystanders beside copies": beside["beside"],
-        "bystanders without": beside["without"],
+        "bystanders beside copies": beside.get("beside"),
+        "bystanders without": beside.get("without"),
     }
-    rows = [
-        (name, found["count"], *(1e3 * found[key] for key in ("p50", "p95", "p99", "max")))
-        for name, found in gaps.items()
+    rows = [{"who": name, **found} for name, found in gaps.items() if found]
+    found = [table("Time between two tokens", GAPS, rows)]
+    found += group_tables([("", results.get("requests", {}))])
+    if beside:
+        found.append(table("Bystanders beside copies, and what was swapped", COUNTS, [results], BESIDE_NOTE))
+    if swap := results.get("one_swap"):
+        found.append(swap_table(swap, f"{results['kv_cache_dtype']} KV"))
+    return found
+
+
+GAPS = (Column("requests", "who", case=True), Column("tokens", "count"), *distribution_columns())
+COUNTS = (
+    Column("time per token, x that without", "beside_copies.ratio", better="lower"),
+    Column("tokens compared", "beside_copies.compared"),
+    Column("swaps", "counters.swaps"),
+    Column("resumes", "counters.resumes"),
+    Column("recomputes", "counters.recomputes"),
+)
+BESIDE_NOTE = "Compared are steps with as many requests; those in which a prompt was computed are left out."
+
+
+def figures(results: Mapping[str, Any], calm: Observed, pressed: Observed) -> list[Figure]:
+    """Distributions of both kinds of times, all requests over time, and one swap."""
+    groups = {name: group for name, group in grouped(calm.timelines, pressed.timelines).items() if group}
+    gaps = {name: [1e3 * gap for line in group for gap in line.gaps] for name, group in groups.items()}
+    tpots = {name: [1e3 * line.tpot for line in group] for name, group in groups.items()}
+    found: list[Figure] = [
+        Lines(
+            "Time per output token (TPOT)",
+            "One value a request, from its first token to its last: a victim's includes the time it was swapped out.",
+            "ms",
+            "share of requests",
+            tuple(share_below(name, values) for name, values in tpots.items()),
+            steps=True,
+        ),
+        Lines(
+            "Time between two tokens",
+            "One value a token. A curve that goes on far to the right at the top: few tokens waited long.",
+            "ms",
+            "share of tokens",
+            tuple(share_below(name, values) for name, values in gaps.items()),
+            x_log=True,
+            steps=True,
+        ),
+        all_requests(pressed),
     ]
-    ratio = "not measured" if beside["ratio"] is None else f"{beside['ratio']:.3f} x that without"
-    return "\n".join(
-        [
-            report.table(("between two tokens", "tokens", "p50 ms", "p95 ms", "p99 ms", "max ms"), rows) + "\n",
-            report.table(GROUP_COLUMNS, group_rows(kv_cache_dtype, results["requests"])) + "\n",
-            f"bystanders' time per token beside copies: {ratio},",
-            f"  prompts left out, by equal numbers of requests in a step ({beside['compared']} tokens)",
-            f"{counters['swaps']} swaps, {counters['resumes']} resumes, {counters['recomputes']} recomputes",
-        ]
-    )
+    swap = results["one_swap"]
+    return found + (swap_figures(swap, f"{results['kv_cache_dtype']} KV") if swap else [])
 
 
-def _plot_gaps(groups: Mapping[str, Sequence[Timeline]], axes: Axes) -> None:
-    for name, group in groups.items():
-        ordered = sorted(1e3 * gap for timeline in group for gap in timeline.gaps)
-        axes.step(ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))], where="post", label=name)
-    axes.set_xscale("log")
-    axes.set_xlabel("ms between two tokens")
-    axes.set_ylabel("share of tokens")
-    axes.legend()
-
-
-def _plot_timeline(pressed: Observed, axes: Axes) -> None:
-    """Tokens of each request over time, thick while it was swapped out; below, when blocks were copied."""
+def all_requests(pressed: Observed) -> Chart:
+    """When each request waited for its first token, ran, and was swapped out; below, when blocks were copied."""
     zero = min(timeline.submitted for timeline in pressed.timelines)
-    for timeline in pressed.timelines:
-        times = [arrival - zero for arrival in timeline.arrivals]
-        axes.plot(times, range(1, len(times) + 1), color=_COLORS[timeline.is_victim], linewidth=0.8)
-        for begun, ended in swapped_out_spans(timeline, pressed.clock_offset):
-            height = bisect_right(timeline.arrivals, begun)
-            axes.plot([begun - zero, ended - zero], [height, height], color="tab:red", linewidth=2.5)
-    strip = max(len(timeline.arrivals) for timeline in pressed.timelines) / 25
-    ways = ((outward(pressed.copies), "copies out", "tab:gray"), (inward(pressed.copies), "copies in", "black"))
-    for row, (copies, label, color) in enumerate(ways):
-        spans = [(begun - zero, ended - begun) for begun, ended in copy_spans(copies, pressed.clock_offset)]
-        axes.broken_barh(spans, (-strip * (row + 1), 0.8 * strip), color=color, label=label)
-    for label, color in ((BYSTANDERS, _COLORS[False]), (VICTIMS, _COLORS[True]), ("swapped out", "tab:red")):
-        axes.plot([], [], color=color, label=label)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("tokens of each request")
-    axes.legend(fontsize=7)
+    end = max(arrival for timeline in pressed.timelines for arrival in timeline.arrivals) - zero
+    rows = []
+    for number, timeline in enumerate(pressed.timelines, 1):
+        first, last = timeline.arrivals[0] - zero, timeline.arrivals[-1] - zero
+        out = swapped_out_spans(timeline, pressed.clock_offset)
+        spans = [Span("prompt", timeline.submitted - zero, first), Span("running", first, last)]
+        spans += [Span("stall", begun - zero, ended - zero) for begun, ended in out]
+        rows.append(Row(f"request {number}{', victim' if timeline.is_victim else ''}", tuple(spans)))
+    for name, copies in (("copy out", outward(pressed.copies)), ("copy in", inward(pressed.copies))):
+        spans = [Span(name, b - zero, e - zero) for b, e in copy_spans(copies, pressed.clock_offset)]
+        rows.append(Row(f"link, {name.removeprefix('copy ')}", tuple(spans)))
+    caption = "stall: swapped out or waiting to be computed again. Copies ahead of need are on the link's rows too."
+    return Chart("All requests under pressure", caption, "seconds", tuple(rows), 0.0, end, wide=True)
 
 
-def swapped_out_spans(timeline: Timeline, clock_offset: float) -> list[Span]:
+def swapped_out_spans(timeline: Timeline, clock_offset: float) -> list[Times]:
     """When the request did not run as it was swapped out: until it came back, or was recomputed, or ended."""
     spans, since = [], None
     for event in timeline.swap_events:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...engine_core.kv_layout import KVShape, paged_kv_block_bytes
 from ...engine_core.models.cuda_linears import PackedProduct, packed_product
-from ...kernels import decode_attention, fused, prefill_attention, sampling, w4
+from ...kernels import decode_attention, fused, prefill_attention, sampling, w4, w8
 from ...kernels.pages import FORMAT_NUMBERS, KVPages, PageFormat
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, GROUP = 36, 2048, 16, 2, 128, 11008, 151936, 128
@@ -28,6 +28,7 @@ LINEARS = {
     "down": (HIDDEN, FFN),
 }
 BATCHES = (1, 4, 16, 64)
+HEAD_ROWS = (1, 8, 16, 32)
 DECODE = ((1, 128), (16, 160), (256, 160), (32, 8192))  # sequences, context
 PREFILL = ((1, 8192), (256, 32))  # sequences, tokens of each
 POOL_LAYERS = 4  # of a decode case's pool: more than a GPU's cache holds at the long contexts
@@ -47,6 +48,8 @@ def all_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     for rows in BATCHES:
         yield f"W4 linears of all layers, {rows} rows", functools.partial(linears, rows)
     yield "dequantize gate_up", dequantize
+    for rows in HEAD_ROWS:
+        yield f"int8 head, {rows} rows", functools.partial(int8_head, rows)
     for kv_format in FORMAT_NUMBERS:
         for sequences, context in DECODE:
             yield (
@@ -109,6 +112,16 @@ def dequantize() -> Case:
     out = torch.empty(n, k, dtype=torch.float16, device="cuda")
     calls = [functools.partial(w4.w4_dequantize, matrix, out) for matrix in matrices]
     return Case(calls, matrices[0].nbytes + out.nbytes, 0.0)
+
+
+def int8_head(rows: int) -> Case:
+    """Logits from an int8 head of groups of 32."""
+    codes = torch.randint(-127, 128, (VOCAB, HIDDEN), dtype=torch.int8, device="cuda")
+    matrix = w8.pack_w8(codes, torch.full((VOCAB, HIDDEN // w8.UNIT_K), 0.001, dtype=torch.float16, device="cuda"))
+    x = torch.randn(rows, HIDDEN, dtype=torch.float16, device="cuda")
+    out = torch.empty(rows, VOCAB, device="cuda")
+    call = functools.partial(w8.w8_linear, x, matrix, out)
+    return Case([call] * 4, float(matrix.nbytes + out.nbytes), 2.0 * rows * VOCAB * HIDDEN)
 
 
 def _pages(kv_format: PageFormat, blocks: int, layers: int) -> KVPages:

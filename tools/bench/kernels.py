@@ -9,22 +9,19 @@ median of its replays counts. Bytes are those that must be moved: each input and
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ...settings import EXIT_OK, Settings, UsageError, load
-from ..errors import ToolError
-from ..errors import report as show_error
-from . import report
+from ...progress import track
+from ...settings import UsageError
+from .command import ReportSettings, conclude, run_command
+from .figures import Bars, Figure
+from .report import Column, Table, table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from .kernel_cases import Case
 
 PROG = "coldblock bench kernels"
@@ -33,11 +30,10 @@ _CEILING_BYTES = 2 << 30  # or less, where a quarter of the free memory is
 _CEILING_SIZE = 8192
 
 
-class KernelsSettings(Settings):
+class KernelsSettings(ReportSettings):
     """Settings of `coldblock bench kernels`."""
 
     only: str = Field("", description="measure the cases whose name contains this")
-    out: Path | None = Field(None, description="folder for the results; docs/results or the current one if absent")
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,13 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Measured:
-    """One case: microseconds of a call; TB/s and TFLOP/s achieved, and the larger share of a ceiling they are."""
+    """One case: microseconds of a call (median, least and most); TB/s and TFLOP/s achieved, and the larger share of a
+    ceiling they are.
+    """
 
     name: str
     us: float
+    us_range: tuple[float, float]
     tb_per_s: float
     tflop_per_s: float
     of_ceiling: float
@@ -62,40 +61,29 @@ class Measured:
 
 def main(argv: list[str]) -> int:
     """Run the command."""
-    settings = load(KernelsSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
-    try:
-        report.require_plotting()
-        report.require_folder(settings.out)
-        from ..gpu import explained
-
-        with explained():
-            return run(settings)
-    except (ToolError, UsageError) as error:
-        return show_error(PROG, error)
+    return run_command(KernelsSettings, argv, PROG, __doc__, run)
 
 
 def run(settings: KernelsSettings) -> int:
-    """Measure the cases, then print and write."""
-    from ..gpu import require_gpu
+    """Measure the cases, then report."""
+    from ..gpu import explained, require_gpu
+
+    with explained():
+        gpu = require_gpu()
+        results = {"gpu": gpu, **measure_cases(settings)}
+    return conclude(settings, PROG, f"Kernels alone on {gpu}", None, results, tables(results), figures(results))
+
+
+def measure_cases(settings: KernelsSettings) -> dict[str, Any]:
+    """The chosen cases, after the ceilings."""
     from .kernel_cases import all_cases
 
-    gpu = require_gpu()
     chosen = [(name, make) for name, make in all_cases() if settings.only in name]
     if not chosen:
         raise UsageError(f"--only: {settings.only!r} is not allowed: no case has that in its name")
     ceilings = measure_ceilings()
-    print(f"{gpu}: read {ceilings.read:.2f} TB/s, copy {ceilings.copy:.2f} TB/s, fp16 {ceilings.matmul:.0f} TFLOP/s")
-    rows = []
-    for name, make in chosen:
-        print(f"{PROG}: {name}", file=sys.stderr, flush=True)
-        rows.append(measure(name, make(), ceilings))
-    print(render(rows))
-    folder = settings.out or report.default_folder()
-    results = {"gpu": gpu, "ceilings": asdict(ceilings), "cases": [asdict(row) for row in rows]}
-    written = report.write(folder, "kernels", settings.model_dump(), None, results)
-    plotted = report.plot(folder, "kernels", gpu, [lambda axes: _plot(axes, rows)])
-    print(f"written: {written}, {plotted}")
-    return EXIT_OK
+    rows = [measure(name, make(), ceilings) for name, make in track(chosen, PROG, "kernel")]
+    return {"ceilings": asdict(ceilings), "cases": [asdict(row) for row in rows]}
 
 
 def measure_ceilings() -> Ceilings:
@@ -108,22 +96,24 @@ def measure_ceilings() -> Ceilings:
     size = min(_CEILING_BYTES, torch.cuda.mem_get_info()[0] // 4)
     source = torch.randint(0, 1 << 30, (size // 4,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    read = milliseconds([lambda: torch.amax(source)])
-    copy = milliseconds([lambda: torch.bitwise_not(source, out=target)])
+    read = statistics.median(milliseconds([lambda: torch.amax(source)]))
+    copy = statistics.median(milliseconds([lambda: torch.bitwise_not(source, out=target)]))
     a, b = (torch.randn(_CEILING_SIZE, _CEILING_SIZE, dtype=torch.float16, device="cuda") for _ in range(2))
-    product = milliseconds([lambda: torch.mm(a, b)] * 8)
+    product = statistics.median(milliseconds([lambda: torch.mm(a, b)] * 8))
     return Ceilings(read=size / read / 1e9, copy=2 * size / copy / 1e9, matmul=2e-9 * _CEILING_SIZE**3 / product)
 
 
 def measure(name: str, case: Case, ceilings: Ceilings) -> Measured:
     """Run one case."""
-    ms = milliseconds(case.calls)
+    times = milliseconds(case.calls)
+    ms = statistics.median(times)
     tb, tflop = case.bytes_moved / ms / 1e9, case.flops / ms / 1e9
-    return Measured(name, 1e3 * ms, tb, tflop, max(tb / ceilings.read, tflop / ceilings.matmul))
+    share = max(tb / ceilings.read, tflop / ceilings.matmul)
+    return Measured(name, 1e3 * ms, (1e3 * min(times), 1e3 * max(times)), tb, tflop, share)
 
 
-def milliseconds(calls: Sequence[Callable[[], Any]]) -> float:
-    """Time of one call: the calls in one graph, the median of its replays."""
+def milliseconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Time of one call, in each replay of a graph of the calls."""
     import torch
 
     for call in calls[:2]:  # compiles, and makes the handles of libraries
@@ -141,18 +131,42 @@ def milliseconds(calls: Sequence[Callable[[], Any]]) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times) / len(calls)
+        times.append(begin.elapsed_time(end) / len(calls))
+    return times
 
 
-def render(rows: list[Measured]) -> str:
-    """The table."""
-    columns = ("case", "us", "TB/s", "TFLOP/s", "% of ceiling")
-    return report.table(columns, [(r.name, r.us, r.tb_per_s, r.tflop_per_s, 100 * r.of_ceiling) for r in rows])
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """The ceilings, then every case against the one that binds it."""
+    return [
+        table("Ceilings, measured first", CEILINGS, [results["ceilings"]]),
+        table("Kernels", CASES, results["cases"]),
+    ]
 
 
-def _plot(axes: Axes, rows: list[Measured]) -> None:
-    axes.barh([row.name for row in rows], [100 * row.of_ceiling for row in rows])
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=5)
-    axes.set_xlabel("% of the measured ceiling (bandwidth or arithmetic)")
+CEILINGS = (
+    Column("read, TB/s", "read", better="higher"),
+    Column("copy, TB/s", "copy", better="higher"),
+    Column("fp16 products, TFLOP/s", "matmul", better="higher"),
+)
+CASES = (
+    Column("case", "name", case=True),
+    Column("us", "us", better="lower", range="us_range"),
+    Column("TB/s", "tb_per_s", better="higher"),
+    Column("TFLOP/s", "tflop_per_s", better="higher"),
+    Column("% of ceiling", "of_ceiling", 100, better="higher"),
+)
+
+
+def figures(results: Mapping[str, Any]) -> list[Figure]:
+    """How near each comes to its ceiling."""
+    cases = results["cases"]
+    return [
+        Bars(
+            "Share of the ceiling that binds",
+            "The larger of two shares: of what this GPU reads a second at most, and of what it multiplies.",
+            "% of the measured ceiling",
+            tuple(case["name"] for case in cases),
+            {"share": tuple(100 * case["of_ceiling"] for case in cases)},
+            horizontal=True,
+        )
+    ]

@@ -17,8 +17,8 @@ import numpy as np
 
 from ...protocol.messages import ModelInfo, SwapEvent
 from ..errors import ToolError
-from . import report
 from .measure import distribution
+from .report import Column, Table, table
 
 MOST_BYTES = 256 << 20  # more is not faster
 REPEATS = 5
@@ -111,24 +111,28 @@ def summarize_copies(copies: Sequence[SwapEvent], peak_gb_per_s: float) -> dict[
     }
 
 
-COPY_COLUMNS = ("KV", "copies", "number", "MB", "GB/s", "link GB/s", "share", "largest MB", "at GB/s", "queued ms")
+COPIES = (
+    Column("KV", "kv_cache_dtype", case=True),
+    Column("copies", "way", case=True),
+    Column("number", "copies"),
+    Column("MB", "bytes", 1e-6),
+    Column("GB/s", "gb_per_s", better="higher"),
+    Column("link, GB/s", "link_gb_per_s", better="higher"),
+    Column("% of link", "share_of_link", 100, better="higher"),
+    Column("largest, MB", "largest_bytes", 1e-6),
+    Column("at GB/s", "largest_gb_per_s", better="higher"),
+    Column("queued p50, ms", "queued_s.p50", 1e3),
+)
 
 
-def copy_row(kv_cache_dtype: str, way: str, found: Mapping[str, Any]) -> tuple[object, ...]:
-    """A row for COPY_COLUMNS; the wait before a copy as p50 / p95."""
-    queued = found["queued_s"]
-    return (
-        kv_cache_dtype,
-        way,
-        found["copies"],
-        found["bytes"] / 1e6,
-        found["gb_per_s"],
-        found["link_gb_per_s"],
-        f"{found['share_of_link']:.0%}",
-        found["largest_bytes"] / 1e6,
-        found["largest_gb_per_s"],
-        f"{report.cell(1e3 * queued['p50'])} / {report.cell(1e3 * queued['p95'])}",
-    )
+def copies_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Copies of either direction in each KV format, against the link."""
+    rows = [
+        {"kv_cache_dtype": result["kv_cache_dtype"], "way": way, **found}
+        for result in results
+        for way, found in result["copies"].items()
+    ]
+    return table("Copies between the tiers, against plain copies when nothing else runs", COPIES, rows)
 
 
 def _gb_per_s(size: int, seconds: float) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ...progress import Advance, progress
 from ...protocol.client import AsyncClient
 from ...protocol.messages import Finished, ModelInfo, SamplingParams, SwapEvent
 from ..errors import ToolError
@@ -78,9 +79,16 @@ class Timeline:
 
 
 async def timed(
-    client: AsyncClient, prompt: Sequence[int], sampling: SamplingParams, first_token: asyncio.Event | None = None
+    client: AsyncClient,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    first_token: asyncio.Event | None = None,
+    advance: Advance = lambda count: None,
 ) -> Timeline:
-    """Run one request to its end; `first_token` is set when its first token arrives, or when it fails before that."""
+    """Run one request to its end; `first_token` is set when its first token arrives, or when it fails before that.
+
+    `advance` is called with the number of tokens that came.
+    """
     timeline = Timeline(time.perf_counter())
     first_token = first_token or asyncio.Event()
     try:
@@ -93,6 +101,7 @@ async def timed(
             timeline.arrivals += [time.perf_counter()] * len(item.token_ids)
             timeline.token_ids += item.token_ids
             timeline.finished = item.finished
+            advance(len(item.token_ids))
             if item.token_ids:
                 first_token.set()
     finally:
@@ -112,19 +121,28 @@ async def all_of(*works: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def timed_load(
-    client: AsyncClient, prompts: Sequence[Sequence[int]], sampling: SamplingParams, concurrency: int
+    client: AsyncClient,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    concurrency: int,
+    what: str = "warming up",
 ) -> tuple[list[Timeline], float]:
-    """Run all prompts with `concurrency` of them open at any time; the timelines and the seconds it took."""
+    """Run all prompts with `concurrency` of them open at any time; the timelines and the seconds it took.
+
+    `what` it is called while it runs.
+    """
     waiting = list(reversed(prompts))
     timelines: list[Timeline] = []
 
     async def work() -> None:
         while waiting:
-            timelines.append(await timed(client, waiting.pop(), sampling))
+            timelines.append(await timed(client, waiting.pop(), sampling, advance=advance))
 
-    began = time.perf_counter()
-    await all_of(*(work() for _ in range(concurrency)))
-    return timelines, time.perf_counter() - began
+    with progress(what, len(prompts) * (sampling.max_tokens or 0), "token") as advance:
+        began = time.perf_counter()
+        await all_of(*(work() for _ in range(concurrency)))
+        seconds = time.perf_counter() - began
+    return timelines, seconds
 
 
 def greedy(new_tokens: int) -> SamplingParams:

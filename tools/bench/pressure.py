@@ -18,9 +18,9 @@ from pydantic import Field, field_validator
 from ...protocol.client import AsyncClient
 from ...protocol.messages import ModelInfo, SwapEvent
 from ..errors import ToolError
-from . import report
 from .engines import EngineChoice, chosen_engine, watched
 from .measure import Timeline, distribution, greedy, random_prompts, timed_load
+from .report import Column, Table, distribution_columns, table
 
 BLOCK_SIZE = 16
 OWN_FLAGS = ("--num-gpu-blocks", "--block-size", "--kv-cache-dtype")
@@ -94,7 +94,10 @@ async def observe(settings: PressureSettings, kv_cache_dtype: str, blocks: int) 
         sampling = greedy(settings.new_tokens)
         await timed_load(client, prompts[settings.requests :], sampling, settings.requests)
         async with watched(client) as watch:
-            timelines, seconds = await timed_load(client, prompts[: settings.requests], sampling, settings.requests)
+            what = f"{kv_cache_dtype}, {blocks} blocks"
+            timelines, seconds = await timed_load(
+                client, prompts[: settings.requests], sampling, settings.requests, what
+            )
     return Observed(model, timelines, seconds, watch.copies, watch.counters, time.time() - time.perf_counter())
 
 
@@ -116,20 +119,22 @@ def summarize_group(timelines: Sequence[Timeline]) -> dict[str, Any]:
     }
 
 
-def group_rows(kv_cache_dtype: str, groups: Mapping[str, Mapping[str, Any]]) -> list[tuple[object, ...]]:
-    """Rows for GROUP_COLUMNS."""
-    figures = ("tpot_s", "stall_s", "longest_gap_s")
+def group_tables(results: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Table]:
+    """How the groups of each KV format fared, a table a figure. Without the format where it is ""."""
+    rows = [{"kv": kv_format, "who": name, **group} for kv_format, groups in results for name, group in groups.items()]
+    kv = [Column("KV", "kv", case=True)] if any(row["kv"] for row in rows) else []
+    who = (*kv, Column("requests", "who", case=True))
     return [
-        (kv_cache_dtype, name, group["tpot_s"]["count"], *(_three(group[figure]) for figure in figures))
-        for name, group in groups.items()
+        table(title, (*who, Column("number", f"{figure}.count"), *distribution_columns(figure)), rows)
+        for figure, title in GROUP_FIGURES.items()
     ]
 
 
-GROUP_COLUMNS = ("KV", "p50/p95/p99, ms", "requests", "TPOT", "swapped out", "longest gap")
-
-
-def _three(values: Mapping[str, float]) -> str:
-    return " / ".join(report.cell(1e3 * values[name]) for name in ("p50", "p95", "p99"))
+GROUP_FIGURES = {
+    "tpot_s": "Time per output token (TPOT), one value a request",
+    "stall_s": "Time swapped out, one value a request",
+    "longest_gap_s": "Longest wait for a token, one value a request",
+}
 
 
 def blocks_for(tokens: int) -> int:

@@ -1,34 +1,172 @@
-"""What a benchmark leaves behind: a table on the screen, JSON and a plot in a folder, with the machine described.
+"""A report: what a benchmark ran and where, its figures in tables and plots, and the raw results.
 
-Owns: the files' names and shape, and the description of the machine. Does not know: what was measured.
+Owns: the shape of a report and of its file, how tables look as text, and where files go. Does not know: what was
+measured, how the page looks (`page`), how plots are drawn (`figures`), how two reports are compared (`compare`).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import platform
-import subprocess
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 
-from ...protocol.messages import ModelInfo
 from ..errors import ToolError
+from .figures import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+FIRST_SCHEMA = 1
+"""Of files without a number: they have results and no tables."""
+SCHEMA = 2
+"""Of the files that are written."""
 
-PACKAGES = ("coldblock", "torch", "cupy-cuda12x", "cupy-cuda13x", "transformers", "numpy", "pyzmq", "msgspec")
-_ROOT = Path(__file__).resolve().parents[2]
-_PANEL_INCHES = (5.0, 3.6)
+_TEXT_WIDTH = 100  # of notes on a terminal
 
-Panel = Callable[["Axes"], None]
+Better = Literal["higher", "lower"]
+
+
+class Spread(Struct, frozen=True):
+    """A figure that was measured several times: their median, the least and the largest."""
+
+    value: float
+    low: float
+    high: float
+
+
+Cell = str | int | float | Spread | None
+
+
+class Heading(Struct, frozen=True):
+    """Of a column. `better`: which of two values is, where one is; `case`: it is part of what a row is about."""
+
+    text: str
+    better: Better | None = None
+    case: bool = False
+
+
+class Table(Struct, frozen=True):
+    """Rows of figures. The cells below `case` headings say what a row is about, the rest what was found there."""
+
+    title: str
+    headings: tuple[Heading, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+    def text(self) -> str:
+        """Right-aligned columns, for a terminal."""
+        cells = [[heading.text for heading in self.headings], *([show(value) for value in row] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
+        return "\n".join([self.title, *lines, *([textwrap.fill(self.note, _TEXT_WIDTH)] if self.note else [])])
+
+
+class Report(Struct):
+    """What a benchmark leaves behind. `title` says what was run; `command` runs it again."""
+
+    benchmark: str
+    title: str
+    command: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    model: dict[str, Any] | None
+    results: dict[str, Any]
+    tables: tuple[Table, ...]
+    figures: tuple[Figure, ...] = ()
+    schema: int = SCHEMA
+
+
+# ---------------------------------------------------------------- tables of results
+
+
+class Column(Struct, frozen=True):
+    """A column to be filled from results that are plain dicts.
+
+    `find`: a path such as "tpot_s.p50", or a function of the row. Numbers are multiplied by `scale`. `range`: path of
+    the least and the largest value, where it was measured several times.
+    """
+
+    heading: str
+    find: str | Callable[[Mapping[str, Any]], Cell]
+    scale: float = 1
+    better: Better | None = None
+    case: bool = False
+    range: str = ""
+
+    def cell(self, row: Mapping[str, Any]) -> Cell:
+        """The row's value; None where it has none."""
+        value = self.find(row) if callable(self.find) else _at(row, self.find)
+        if value is None or isinstance(value, str):
+            return value
+        extremes = _at(row, self.range) if self.range else None
+        if extremes is None:
+            return value if self.scale == 1 else value * self.scale
+        low, high = extremes
+        return Spread(value * self.scale, low * self.scale, high * self.scale)
+
+
+def table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], note: str = "") -> Table:
+    """A table with a row for each of `rows`."""
+    headings = tuple(Heading(column.heading, column.better, column.case) for column in columns)
+    return Table(title, headings, tuple(tuple(column.cell(row) for column in columns) for row in rows), note)
+
+
+def _at(row: Mapping[str, Any], path: str) -> Any:
+    value: Any = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+VERDICT = Column("", lambda row: {True: "ok", False: "FAILED", None: "-"}[row.get("passed")])
+"""Of results that know whether they passed."""
+
+
+def distribution_columns(path: str = "") -> list[Column]:
+    """Columns for a distribution in seconds, shown in ms. The largest value is chance: neither is called better."""
+    start = f"{path}." if path else ""
+    percentiles = [Column(f"{name}, ms", start + name, 1e3, "lower") for name in ("p50", "p95", "p99")]
+    return [*percentiles, Column("max, ms", start + "max", 1e3)]
+
+
+def show(value: Cell) -> str:
+    """A cell as people read it: floats with four significant digits, a spread with its extremes."""
+    if isinstance(value, Spread):
+        return f"{show(value.value)} ({show(value.low)} to {show(value.high)})"
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else value
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# ---------------------------------------------------------------- files
+
+
+def read(path: Path) -> Report:
+    """The report in a file. Raises ToolError when it is none, or of a version that this program does not know.
+
+    One of the first version has its `results` alone: no tables, no plots, no command.
+    """
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ToolError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ToolError(f"{path} is not a report: not JSON ({error})") from error
+    if not isinstance(content, dict) or not {"benchmark", "machine", "settings", "results"} <= content.keys():
+        raise ToolError(f"{path} is not a report: no JSON object with benchmark, machine, settings and results")
+    schema = content.get("schema", FIRST_SCHEMA)
+    if schema not in (FIRST_SCHEMA, SCHEMA):
+        raise ToolError(f"{path}: schema {schema!r} is not known here; allowed: {FIRST_SCHEMA} to {SCHEMA}")
+    if schema == FIRST_SCHEMA:
+        content = {"title": content["benchmark"], "command": "", "tables": (), **content, "schema": FIRST_SCHEMA}
+    try:
+        return msgspec.convert(content, Report)
+    except msgspec.ValidationError as error:
+        raise ToolError(f"{path} is not a report: {error}") from error
 
 
 def default_folder() -> Path:
@@ -43,22 +181,6 @@ def require_plotting() -> None:
         raise ToolError("matplotlib is not installed, so no plot can be drawn: pip install 'coldblock[tools]'")
 
 
-def describe_machine() -> dict[str, Any]:
-    """Processor, memory, software versions, date and revision: what a number means nothing without."""
-    return {
-        "cpu": _first_value(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine(),
-        "cpu_features": _cpu_features(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": _memory_gib(),
-        "gpus": _gpus(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revision": _revision(),
-    }
-
-
 def require_folder(out: Path | None) -> None:
     """Make the folder that `--out` names before anything is measured. Raises ToolError when that cannot be."""
     try:
@@ -68,109 +190,16 @@ def require_folder(out: Path | None) -> None:
         raise ToolError(f"--out {out}: {error.strerror}") from error
 
 
-def write(folder: Path, name: str, settings: Mapping[str, Any], model: ModelInfo | None, results: Any) -> Path:
-    """Write bench-NAME.json; returns its path. Raises ToolError when the folder cannot be written."""
-    content = {
-        "benchmark": name,
-        "machine": describe_machine(),
-        "settings": settings,
-        "model": _without_path(model) if model else None,
-        "results": results,
-    }
-    path = folder / f"bench-{name}.json"
+def write(folder: Path, report: Report) -> tuple[Path, Path]:
+    """Write bench-NAME.json and bench-NAME.html; returns their paths. Raises ToolError when that cannot be."""
+    from .page import report_page
+
+    data = msgspec.json.format(msgspec.json.encode(report, enc_hook=str), indent=2)
+    stem = folder / f"bench-{report.benchmark}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        stem.with_suffix(".json").write_bytes(data + b"\n")
+        stem.with_suffix(".html").write_text(report_page(report), encoding="utf-8")
     except OSError as error:
         raise ToolError(f"--out {folder}: {error.strerror}") from error
-    return path
-
-
-def _without_path(model: ModelInfo) -> dict[str, Any]:
-    """Where the checkpoint lies is nobody else's business."""
-    return {name: value for name, value in msgspec.to_builtins(model).items() if name != "path"}
-
-
-def plot(folder: Path, name: str, title: str, panels: Sequence[Panel]) -> Path:
-    """Draw the panels side by side into bench-NAME.png, the machine in small print below; returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    width, height = _PANEL_INCHES
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(width * len(panels), height + 0.6), squeeze=False)
-    for panel, place in zip(panels, axes[0], strict=True):
-        panel(place)
-    machine = describe_machine()
-    hardware = "; ".join([*machine["gpus"], f"{machine['cpu']}, {machine['cores']} cores"])
-    small = f"{hardware} · {machine['date']} · revision {machine['revision'] or 'unknown'}"
-    figure.suptitle(title)
-    figure.text(0.5, 0.01, small, ha="center", fontsize=7, color="gray")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    path = folder / f"bench-{name}.png"
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Right-aligned columns; floats with three significant digits."""
-    cells = [list(columns), *([cell(value) for value in row] for row in rows)]
-    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-
-
-def cell(value: object) -> str:
-    """A value as a table shows it."""
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _first_value(path: Path, key: str) -> str:
-    """The value of the first `key : value` line of a file in /proc; "" when there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
-
-
-def _cpu_features() -> list[str]:
-    """Those instructions of the CPU on which the speed of 4-, 8- and 16-bit arithmetic depends."""
-    flags = set(_first_value(Path("/proc/cpuinfo"), "flags").split())
-    return sorted(flags & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"})
-
-
-def _memory_gib() -> float | None:
-    kilobytes = _first_value(Path("/proc/meminfo"), "MemTotal").removesuffix(" kB")
-    return round(int(kilobytes) / 2**20, 1) if kilobytes.isdigit() else None
-
-
-def _gpus() -> list[str]:
-    """Name, memory and driver of each NVIDIA GPU, as the driver's own tool tells them; none without that tool."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in answer.splitlines() if line.strip()]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _revision() -> str | None:
-    """The checkout's revision, "+" appended when files differ from it; None outside a checkout."""
-    if not (_ROOT / ".git").exists():
-        return None
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--abbrev=10"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return stem.with_suffix(".json"), stem.with_suffix(".html")

@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
+from ...progress import say
 from ...protocol.client import AsyncClient
-from ...protocol.errors import ColdblockError
 from ...protocol.messages import ModelInfo
-from ...settings import EXIT_OK, UsageError, load
+from ...settings import UsageError
 from ..children import run_until_signal
 from ..daemons import running_frontend
 from ..endpoints import usable_endpoint
-from ..errors import report as show_error
-from . import report
+from .command import conclude, run_command
 from .engines import EngineChoice, chosen_engine, require_model
+from .figures import Figure, Line, Lines
 from .http_stream import timed_http
 from .measure import Timeline, all_of, distribution, greedy, percentile, random_prompts, timed, timed_load
 from .peer import TransformersPeer, require_transformers
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .report import Column, Table, distribution_columns, table
 
 PROG = "coldblock bench serve"
 PREFILL_TOKENS = 512
@@ -95,11 +92,19 @@ class Level:
 
 @dataclass(frozen=True)
 class Versus:
-    """Ours and the peer's tokens per second at one concurrency (or of a prefill); medians over the rounds."""
+    """Ours and the peer's tokens per second at one concurrency (or of a prefill): medians, least and most of rounds."""
 
     what: str
     ours: float
     theirs: float
+    ours_range: tuple[float, float]
+    theirs_range: tuple[float, float]
+
+    @classmethod
+    def of_rounds(cls, what: str, ours: Sequence[float], theirs: Sequence[float]) -> Versus:
+        """What the rounds come to."""
+        ranges = (min(ours), max(ours)), (min(theirs), max(theirs))
+        return cls(what, statistics.median(ours), statistics.median(theirs), *ranges)
 
     @property
     def ratio(self) -> float:
@@ -109,18 +114,17 @@ class Versus:
 
 def main(argv: list[str]) -> int:
     """Run the command."""
-    settings = load(ServeSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
-    try:
-        report.require_plotting()
-        report.require_folder(settings.out)
-        refuse_without_weights(settings)
-        if settings.versus_transformers:
-            require_transformers()
-        if settings.endpoint is None:
-            require_model(settings)
-        return run_until_signal(lambda: run(settings))
-    except (ColdblockError, UsageError) as error:
-        return show_error(PROG, error)
+    return run_command(ServeSettings, argv, PROG, __doc__, run)
+
+
+def run(settings: ServeSettings) -> int:
+    """Refuse what cannot be measured, then measure."""
+    refuse_without_weights(settings)
+    if settings.versus_transformers:
+        require_transformers()
+    if settings.endpoint is None:
+        require_model(settings)
+    return run_until_signal(lambda: measure(settings))
 
 
 def refuse_without_weights(settings: ServeSettings) -> None:
@@ -131,28 +135,23 @@ def refuse_without_weights(settings: ServeSettings) -> None:
             raise UsageError(f"{flag} needs a model with weights and tokenizer; --load-format dummy has neither")
 
 
-async def run(settings: ServeSettings) -> int:
-    """Measure what was asked for, then print and write."""
+async def measure(settings: ServeSettings) -> int:
+    """Measure what was asked for, then report."""
     results: dict[str, Any] = {}
     async with _engine(settings) as endpoint, AsyncClient(endpoint, name="bench serve") as client:
         model = await client.ready()
         levels = await sweep(client, model, settings)
         results["sweep"] = [{**asdict(level), "jitter": level.jitter} for level in levels]
-        print(render_levels(levels))
-        versus: list[Versus] = []
         if settings.versus_transformers:
             versus = await compare(client, model, settings)
             results["versus_transformers"] = [{**asdict(row), "ratio": row.ratio} for row in versus]
-            print("\n" + render_versus(versus))
         if settings.http:
             results["http"] = await http_overhead(client, endpoint, model, settings)
-            print("\n" + render_http(results["http"]))
-    folder = settings.out or report.default_folder()
-    written = report.write(folder, "serve", settings.model_dump(), model, results)
-    panels = [lambda axes: _plot_throughput(axes, levels, versus), lambda axes: _plot_latency(axes, levels)]
-    plotted = report.plot(folder, "serve", f"{model.name} on {model.device}", panels)
-    print(f"written: {written}, {plotted}")
-    return EXIT_OK
+    title = (
+        f"{model.name} on {model.device}, {model.kv_cache_dtype} KV: requests of {settings.prompt_tokens} + "
+        f"{settings.new_tokens} tokens"
+    )
+    return conclude(settings, PROG, title, model, results, tables(results), figures(results))
 
 
 @asynccontextmanager
@@ -171,13 +170,12 @@ async def sweep(client: AsyncClient, model: ModelInfo, settings: ServeSettings) 
     levels = []
     for concurrency in settings.concurrency:
         count = settings.requests or 2 * concurrency
-        _say(
-            f"concurrency {concurrency}: {count} requests, {settings.prompt_tokens} + {settings.new_tokens} tokens ..."
-        )
         prompts = random_prompts(settings.seed + concurrency, count + concurrency, settings.prompt_tokens, model)
         sampling = greedy(settings.new_tokens)
-        timelines, seconds = await timed_load(client, prompts[:count], sampling, concurrency)
-        wave, _ = await timed_load(client, prompts[count:], sampling, concurrency)
+        what = f"concurrency {concurrency}"
+        say(f"{PROG}: {what}, {count} requests of {settings.prompt_tokens} + {settings.new_tokens} tokens ...")
+        timelines, seconds = await timed_load(client, prompts[:count], sampling, concurrency, what)
+        wave, _ = await timed_load(client, prompts[count:], sampling, concurrency, f"{what}, one wave")
         levels.append(summarize_level(timelines, seconds, wave, settings.prompt_tokens))
     return levels
 
@@ -202,13 +200,13 @@ def summarize_level(
 
 async def compare(client: AsyncClient, model: ModelInfo, settings: ServeSettings) -> list[Versus]:
     """Decode at every concurrency and one prefill, ours and the peer's in turn on the same prompts."""
-    _say("loading the same weights into transformers (bf16) ...")
+    say(f"{PROG}: loading the same weights into transformers (bf16) ...")
     # the peer works on a thread, so that our heartbeats go on and the engine does not take us for gone
     peer = await asyncio.to_thread(TransformersPeer, Path(model.path))
     await asyncio.to_thread(peer.generate, random_prompts(settings.seed, 1, settings.prompt_tokens, model), 4)
     rows = []
     for concurrency in settings.concurrency:
-        _say(f"concurrency {concurrency}, {settings.rounds} rounds each ...")
+        say(f"{PROG}: concurrency {concurrency}, {settings.rounds} rounds each ...")
         ours, theirs = [], []
         for turn in range(settings.rounds):
             seed = settings.seed + 1000 * concurrency + turn
@@ -217,7 +215,7 @@ async def compare(client: AsyncClient, model: ModelInfo, settings: ServeSettings
             ours.append(decode_rate(timelines))
             first, last = await asyncio.to_thread(peer.generate, prompts, settings.new_tokens)
             theirs.append(concurrency * (settings.new_tokens - 1) / (last - first))
-        rows.append(Versus(f"decode c={concurrency}", statistics.median(ours), statistics.median(theirs)))
+        rows.append(Versus.of_rounds(f"decode c={concurrency}", ours, theirs))
     if model.max_request_tokens > PREFILL_TOKENS:
         rows.append(await compare_prefill(client, model, peer, settings))
     return rows
@@ -227,14 +225,14 @@ async def compare_prefill(
     client: AsyncClient, model: ModelInfo, peer: TransformersPeer, settings: ServeSettings
 ) -> Versus:
     """Prompt tokens per second of one long prompt: ours from submission to the first token."""
-    _say(f"prefill of {PREFILL_TOKENS} tokens, {settings.rounds} rounds each ...")
+    say(f"{PROG}: prefill of {PREFILL_TOKENS} tokens, {settings.rounds} rounds each ...")
     prompts = random_prompts(settings.seed + 7, settings.rounds + 1, PREFILL_TOKENS, model)
     ours, theirs = [], []
     for prompt in prompts:
         ours.append(PREFILL_TOKENS / (await timed(client, prompt, greedy(1))).ttft)
         theirs.append(PREFILL_TOKENS / await asyncio.to_thread(peer.prefill, prompt))
     # the first of each only warms up
-    return Versus(f"prefill {PREFILL_TOKENS}", statistics.median(ours[1:]), statistics.median(theirs[1:]))
+    return Versus.of_rounds(f"prefill {PREFILL_TOKENS}", ours[1:], theirs[1:])
 
 
 def decode_rate(timelines: Sequence[Timeline]) -> float:
@@ -255,7 +253,7 @@ async def http_overhead(
     client: AsyncClient, endpoint: str, model: ModelInfo, settings: ServeSettings
 ) -> dict[str, float]:
     """Seconds that HTTP streaming adds to a token: pairs of requests at once, one of each kind, in the same steps."""
-    _say(f"HTTP against the client library, {HTTP_PAIRS} pairs of requests ...")
+    say(f"{PROG}: HTTP against the client library, {HTTP_PAIRS} pairs of requests ...")
     prompts = random_prompts(settings.seed + 11, 2 * HTTP_PAIRS + 1, settings.prompt_tokens, model)
     added: list[float] = []
     async with running_frontend(endpoint) as address:
@@ -278,69 +276,64 @@ def added_latency(direct: Sequence[float], over_http: Sequence[float]) -> list[f
     return [arrival - min(direct, key=lambda t: abs(t - arrival)) for arrival in over_http if began < arrival <= ended]
 
 
-def render_levels(levels: Sequence[Level]) -> str:
-    """The sweep's table; milliseconds."""
-    columns = (
-        "concurrency",
-        "requests",
-        "tok/s",
-        "decode tok/s",
-        "prefill tok/s",
-        "TTFT p50 ms",
-        "TPOT p50 ms",
-        "p95-p50 ms",
-    )
-    rows = [
-        (
-            level.concurrency,
-            level.requests,
-            level.tokens_per_s,
-            level.decode_tokens_per_s,
-            level.prefill_tokens_per_s,
-            1e3 * level.ttft_p50,
-            1e3 * level.tpot_p50,
-            1e3 * level.jitter,
-        )
-        for level in levels
-    ]
-    return report.table(columns, rows)
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """The sweep, and the comparisons that were asked for."""
+    found = [table("Throughput and latency over concurrency", LEVEL, results["sweep"], LEVEL_NOTE)]
+    if versus := results.get("versus_transformers"):
+        found.append(table("Against transformers, tokens per second", VERSUS, versus, "Medians of the rounds."))
+    if http := results.get("http"):
+        found.append(table("What streaming over HTTP adds to a token", HTTP, [http]))
+    return found
 
 
-def render_versus(rows: Sequence[Versus]) -> str:
-    """The comparison's table; tokens per second."""
-    columns = ("tok/s", "coldblock", "transformers", "ratio")
-    return report.table(columns, [(row.what, row.ours, row.theirs, row.ratio) for row in rows])
+LEVEL = (
+    Column("concurrency", "concurrency", case=True),
+    Column("requests", "requests"),
+    Column("tok/s", "tokens_per_s", better="higher"),
+    Column("decode tok/s", "decode_tokens_per_s", better="higher"),
+    Column("prefill tok/s", "prefill_tokens_per_s", better="higher"),
+    Column("TTFT p50, ms", "ttft_p50", 1e3, better="lower"),
+    Column("TPOT p50, ms", "tpot_p50", 1e3, better="lower"),
+    Column("p95-p50, ms", "jitter", 1e3, better="lower"),
+)
+LEVEL_NOTE = "TTFT: time to first token. TPOT: time per output token. p95-p50: of the time between two tokens."
+VERSUS = (
+    Column("", "what", case=True),
+    Column("coldblock", "ours", better="higher", range="ours_range"),
+    Column("transformers", "theirs", range="theirs_range"),
+    Column("ratio", "ratio", better="higher"),
+)
+HTTP = (Column("tokens", "count"), *distribution_columns())
 
 
-def render_http(added: dict[str, float]) -> str:
-    """What HTTP adds; milliseconds."""
-    rows = [("over HTTP", added["count"], *(1e3 * added[name] for name in ("p50", "p95", "p99")))]
-    return report.table(("added to a token", "tokens", "p50 ms", "p95 ms", "p99 ms"), rows)
+def figures(results: Mapping[str, Any]) -> list[Figure]:
+    """Throughput, time per token and time to the first one, each over concurrency."""
+    sweep = results["sweep"]
+    places = tuple(float(level["concurrency"]) for level in sweep)
 
+    def line(name: str, key: str, scale: float = 1) -> Line:
+        return Line(name, places, tuple(level[key] * scale for level in sweep))
 
-def _say(line: str) -> None:
-    print(f"{PROG}: {line}", file=sys.stderr, flush=True)
-
-
-def _plot_throughput(axes: Axes, levels: Sequence[Level], versus: Sequence[Versus]) -> None:
-    places = [level.concurrency for level in levels]
-    axes.plot(places, [level.tokens_per_s for level in levels], "o-", label="coldblock")
-    decode = [row for row in versus if row.what.startswith("decode")]
+    throughput = [line("all tokens, steady load", "tokens_per_s"), line("while all decode", "decode_tokens_per_s")]
+    decode = [row["theirs"] for row in results.get("versus_transformers", ()) if row["what"].startswith("decode")]
     if decode:
-        axes.plot(places, [row.theirs for row in decode], "s--", label="transformers bf16, decode only")
-    axes.set_xticks(places)
-    axes.set_xlabel("concurrency")
-    axes.set_ylabel("tokens/s")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
-def _plot_latency(axes: Axes, levels: Sequence[Level]) -> None:
-    places = [level.concurrency for level in levels]
-    axes.plot(places, [1e3 * level.gap_p50 for level in levels], "o-", label="p50")
-    axes.plot(places, [1e3 * level.gap_p95 for level in levels], "^--", label="p95")
-    axes.set_xticks(places)
-    axes.set_xlabel("concurrency")
-    axes.set_ylabel("ms between two tokens")
-    axes.set_ylim(bottom=0)
-    axes.legend()
+        throughput.append(Line("transformers bf16, while all decode", places, tuple(decode)))
+    gaps = (line("p50", "gap_p50", 1e3), line("p95", "gap_p95", 1e3))
+    over = {"x_label": "requests at once", "x_log": True}
+    return [
+        Lines(
+            "Throughput over concurrency",
+            "New tokens of all requests.",
+            lines=tuple(throughput),
+            y_label="tokens/s",
+            **over,
+        ),
+        Lines("Time between two tokens", "Of one request, as its client sees it.", lines=gaps, y_label="ms", **over),
+        Lines(
+            "Time to the first token",
+            "Median, with as many requests open as the axis says.",
+            lines=(line("p50", "ttft_p50", 1e3),),
+            y_label="ms",
+            **over,
+        ),
+    ]

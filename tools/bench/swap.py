@@ -1,27 +1,28 @@
 """Swaps and what they cost: forced ones, a load under pressure, a long request, a prefix that fell out of the pool.
 
 Owns: the list of cases, and what the command prints, writes and returns. Does not know: what a case does. A case is a
-module with `measure` for one KV format, `render`, and plots in `PANELS`; its results are dataclasses that know whether
-they `passed`.
+module with `measure` for one KV format, and `tables` and `figures` of all formats' results; these are dataclasses that
+know whether they `passed`.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 from pydantic import Field, field_validator
 
-from ...protocol.errors import ColdblockError
+from ...progress import say
 from ...protocol.messages import ModelInfo
-from ...settings import EXIT_FAILED, EXIT_OK, UsageError, load
 from ..children import run_until_signal
-from ..errors import report as show_error
-from . import report, swap_load, swap_long, swap_pairs, swap_prefix
+from . import swap_load, swap_long, swap_pairs, swap_prefix
+from .capacity import GIB, capacity_bars, tokens_in
+from .command import conclude, run_command
 from .engines import require_model
+from .figures import Figure
+from .report import Column, Table, table
 
 PROG = "coldblock bench swap"
 FORMATS = ("fp16", "int8", "fp8", "fp8_e5m2")
@@ -55,33 +56,57 @@ class SwapSettings(swap_prefix.PrefixSettings, swap_long.LongSettings, swap_pair
 
 def main(argv: list[str]) -> int:
     """Run the command; 0 only if everything passed."""
-    settings = load(SwapSettings, argv, prog=PROG, summary=(__doc__ or "").partition("\n")[0])
-    try:
-        report.require_plotting()
-        report.require_folder(settings.out)
-        if "load" in settings.cases:
-            settings.pools(swap_load.POOL_SHARE)
-        require_model(settings)
-        return run_until_signal(lambda: run(settings))
-    except (ColdblockError, UsageError) as error:
-        return show_error(PROG, error)
+    return run_command(SwapSettings, argv, PROG, __doc__, run)
 
 
-async def run(settings: SwapSettings) -> int:
-    """Measure every case in every format, then print and write."""
-    results: dict[str, list[Any]] = {}
-    model: ModelInfo | None = None
-    for case in settings.cases.split(","):
-        results[case] = []
-        for kv_cache_dtype in settings.formats:
-            print(f"{PROG}: {case}, {kv_cache_dtype} ...", file=sys.stderr, flush=True)
-            result, model = await CASES[case].measure(kv_cache_dtype, settings)
-            results[case].append(result)
-        print(CASES[case].render(results[case]) + "\n", flush=True)
-    folder = settings.out or report.default_folder()
-    plain = {case: [asdict(result) for result in found] for case, found in results.items()}
-    written = report.write(folder, "swap", settings.model_dump(), model, plain)
-    panels = [partial(plot, found) for case, found in results.items() for plot in CASES[case].PANELS]
-    plotted = report.plot(folder, "swap", f"Swaps, {settings.model}", panels)
-    print(f"written: {written}, {plotted}")
-    return EXIT_OK if all(result.passed for found in results.values() for result in found) else EXIT_FAILED
+def run(settings: SwapSettings) -> int:
+    """Refuse what cannot be measured, then measure."""
+    if "load" in settings.cases:
+        settings.pools(swap_load.POOL_SHARE)
+    require_model(settings)
+    return run_until_signal(lambda: measure(settings))
+
+
+async def measure(settings: SwapSettings) -> int:
+    """Measure every case in every format, then report."""
+    found: dict[str, list[Any]] = {}
+    models: dict[str, ModelInfo] = {}
+    work = [(case, kv_cache_dtype) for case in settings.cases.split(",") for kv_cache_dtype in settings.formats]
+    for number, (case, kv_cache_dtype) in enumerate(work, 1):
+        say(f"{PROG}: {number}/{len(work)}: {case}, {kv_cache_dtype} ...")
+        result, models[kv_cache_dtype] = await CASES[case].measure(kv_cache_dtype, settings)
+        found.setdefault(case, []).append(result)
+    results: dict[str, Any] = {
+        case: [{**asdict(result), "passed": result.passed} for result in of_case] for case, of_case in found.items()
+    }
+    results["capacity"] = [capacity(name, model) for name, model in models.items()]
+    model = models[work[-1][1]]
+    title = f"Swaps of {model.name} on {model.device}"
+    passed = all(result.passed for of_case in found.values() for result in of_case)
+    return conclude(settings, PROG, title, model, results, tables(results), figures(results), passed)
+
+
+def capacity(kv_cache_dtype: str, model: ModelInfo) -> dict[str, Any]:
+    """What a token's KV takes."""
+    each = model.kv_block_bytes / model.block_size
+    return {"kv_cache_dtype": kv_cache_dtype, "bytes_per_token": each, "tokens_per_gib": tokens_in(GIB, each)}
+
+
+def tables(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
+    """Each case's."""
+    found = [shown for name, case in CASES.items() if name in results for shown in case.tables(results[name])]
+    return [*found, table("Tokens that fit, by KV format", CAPACITY, results.get("capacity", ()))]
+
+
+CAPACITY = (
+    Column("KV", "kv_cache_dtype", case=True),
+    Column("bytes a token", "bytes_per_token", better="lower"),
+    Column("tokens in 1 GiB", "tokens_per_gib", better="higher"),
+)
+
+
+def figures(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Figure]:
+    """Each case's, then how many tokens fit."""
+    found = [shown for name, case in CASES.items() if name in results for shown in case.figures(results[name])]
+    each = {row["kv_cache_dtype"]: row["bytes_per_token"] for row in results["capacity"]}
+    return [*found, capacity_bars(each, {"in 1 GiB": GIB})]

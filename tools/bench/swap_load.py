@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import Any
 
 from ...protocol.messages import ModelInfo
-from . import report
 from .engines import inward, outward
-from .link import COPY_COLUMNS, Link, copy_row, measure_link, summarize_copies
-from .pressure import GROUP_COLUMNS, Observed, PressureSettings, group_rows, grouped, observe, summarize_group
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .figures import Figure, bars_by_format
+from .link import Link, copies_table, measure_link, summarize_copies
+from .pressure import Observed, PressureSettings, group_tables, grouped, observe, summarize_group
+from .report import Column, Table, table
+from .swap_timeline import one_swap, swap_figures, swap_table
 
 POOL_SHARE = 1 / 3
-COUNTED = ("swaps", "recomputes", "rejected", "write_behind_blocks", "prefetch_blocks")
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """One KV format's load. `groups` and `copies` hold distributions in seconds and figures of either direction."""
+    """One KV format's load. `groups` and `copies` hold distributions in seconds and figures of either direction.
+
+    `one_swap`: see `swap_timeline`; None when nothing was swapped.
+    """
 
     kv_cache_dtype: str
     requests: int
@@ -38,6 +40,7 @@ class LoadResult:
     counters: Mapping[str, int]
     groups: Mapping[str, Mapping[str, Any]]
     copies: Mapping[str, Mapping[str, Any]]
+    one_swap: Mapping[str, Any] | None
 
     @property
     def passed(self) -> bool:
@@ -71,55 +74,63 @@ def summarize(kv_cache_dtype: str, new_tokens: int, calm: Observed, pressed: Obs
             "out": summarize_copies(outward(pressed.copies), link.out_gb_per_s),
             "in": summarize_copies(inward(pressed.copies), link.in_gb_per_s),
         },
+        one_swap=one_swap(pressed.timelines, pressed.copies, pressed.clock_offset),
     )
 
 
-def render(results: Sequence[LoadResult]) -> str:
-    """Three tables: throughput and counts (blocks copied ahead of need, and prefetched), how requests fared, copies."""
-    columns = ("load", "blocks", "tok/s", "with room", "ratio", "done", *COUNTED[:3], "ahead", "prefetched")
-    counts = [
-        (
-            result.kv_cache_dtype,
-            f"{result.blocks}/{result.blocks_for_all}",
-            result.tokens_per_s,
-            result.tokens_per_s_with_room,
-            f"{result.ratio:.2f}",
-            f"{result.completed}/{result.requests}",
-            *(result.counters[name] for name in COUNTED),
-        )
-        for result in results
+def tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Throughput and counts (blocks copied ahead of need, and prefetched), how requests fared, copies, one swap."""
+    swaps = [(swap, result["kv_cache_dtype"]) for result in results if (swap := result.get("one_swap"))]
+    return [
+        table("A load on a pool too small for it, against room for all", LOAD, results),
+        *group_tables([(result["kv_cache_dtype"], result["groups"]) for result in results]),
+        copies_table(results),
+        *(swap_table(swap, f"{name} KV") for swap, name in swaps[:1]),
     ]
-    groups = [row for result in results for row in group_rows(result.kv_cache_dtype, result.groups)]
-    copies = [copy_row(result.kv_cache_dtype, way, found) for result in results for way, found in result.copies.items()]
-    return "\n\n".join(
-        [report.table(columns, counts), report.table(GROUP_COLUMNS, groups), report.table(COPY_COLUMNS, copies)]
-    )
 
 
-def _plot_throughput(results: Sequence[LoadResult], axes: Axes) -> None:
-    """Draw both throughputs."""
-    places = range(len(results))
-    axes.bar([place - 0.2 for place in places], [r.tokens_per_s for r in results], width=0.4, label="under pressure")
-    axes.bar([p + 0.2 for p in places], [r.tokens_per_s_with_room for r in results], width=0.4, label="room for all")
-    axes.set_xticks(list(places), [f"{result.kv_cache_dtype}\n{result.ratio:.2f}" for result in results])
-    axes.set_title(f"{results[0].requests} requests on {results[0].blocks} of {results[0].blocks_for_all} blocks")
-    axes.set_ylabel("tokens/s")
-    axes.margins(y=0.2)
-    axes.legend(ncols=2, loc="upper center")
+LOAD = (
+    Column("KV", "kv_cache_dtype", case=True),
+    Column("blocks", lambda result: f"{result['blocks']}/{result['blocks_for_all']}", case=True),
+    Column("tok/s", "tokens_per_s", better="higher"),
+    Column("with room", "tokens_per_s_with_room", better="higher"),
+    Column("ratio", "ratio", better="higher"),
+    Column("done", lambda result: f"{result['completed']}/{result['requests']}"),
+    Column("swaps", "counters.swaps"),
+    Column("recomputes", "counters.recomputes"),
+    Column("rejected", "counters.rejected"),
+    Column("ahead", "counters.write_behind_blocks"),
+    Column("prefetched", "counters.prefetch_blocks"),
+)
 
 
-def _plot_bandwidth(results: Sequence[LoadResult], axes: Axes) -> None:
-    """Draw the copies' bandwidth, and the link's as a line over it."""
-    for offset, way in ((-0.2, "out"), (0.2, "in")):
-        places = [place + offset for place in range(len(results))]
-        axes.bar(places, [result.copies[way]["gb_per_s"] for result in results], width=0.38, label=way)
-        for place, result in zip(places, results, strict=True):
-            axes.hlines(result.copies[way]["link_gb_per_s"], place - 0.19, place + 0.19, color="black")
-    axes.set_xticks(range(len(results)), [result.kv_cache_dtype for result in results])
-    axes.set_title("copies meanwhile; black: the link alone")
-    axes.set_ylabel("GB/s")
-    axes.margins(y=0.2)
-    axes.legend(ncols=2, loc="upper center")
-
-
-PANELS = (_plot_throughput, _plot_bandwidth)
+def figures(results: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Both throughputs, times per token, the copies' bandwidth, and one swap of the first format that has any."""
+    first = results[0]
+    swaps = [(swap, result["kv_cache_dtype"]) for result in results if (swap := result["one_swap"])]
+    return [
+        bars_by_format(
+            "Throughput under pressure",
+            f"{first['requests']} requests on {first['blocks']} of the {first['blocks_for_all']} blocks that all need.",
+            "tokens/s",
+            results,
+            {"under pressure": itemgetter("tokens_per_s"), "room for all": itemgetter("tokens_per_s_with_room")},
+        ),
+        bars_by_format(
+            "Time per output token, median",
+            "Victims were swapped out or recomputed meanwhile, which their time includes; bystanders were not.",
+            "ms",
+            results,
+            {who: lambda r, who=who: 1e3 * r["groups"][who]["tpot_s"]["p50"] for who in first["groups"]},
+        ),
+        bars_by_format(
+            "Copy bandwidth meanwhile",
+            "Payload over the time that copies ran, without their waits; the strokes are the link's peak.",
+            "GB/s",
+            results,
+            {way: lambda r, way=way: r["copies"][way]["gb_per_s"] for way in first["copies"]},
+            {way: lambda r, way=way: r["copies"][way]["link_gb_per_s"] for way in first["copies"]},
+            "the link alone",
+        ),
+        *(figure for swap, name in swaps[:1] for figure in swap_figures(swap, f"{name} KV")),
+    ]

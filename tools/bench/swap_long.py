@@ -7,22 +7,20 @@ copies when it does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pydantic import Field
 
 from ...protocol.client import AsyncClient
 from ...protocol.messages import ModelInfo, SwapEvent, SwapPhase
-from . import report
 from .engines import inward, outward, watched
+from .figures import Figure, bars_by_format
 from .link import Link, measure_link
 from .measure import Timeline, all_of, greedy, random_prompts, timed
 from .pressure import BLOCK_SIZE, PressureSettings, blocks_for, engine_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .report import VERDICT, Column, Table, table
 
 NEW_TOKENS = 64  # it must not have ended when the other comes
 OTHERS_TOKENS = 8
@@ -131,39 +129,39 @@ def _between(timeline: Timeline, begun: SwapPhase, ended: SwapPhase) -> float:
     return total
 
 
-def render(results: Sequence[LongResult]) -> str:
+def tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
     """One line a format."""
-    columns = ("long", "tokens", "blocks", "out/in", "MB", "copies ms", "link ms", "ratio", "left ms", "back ms", "")
-    rows = [
-        (
-            result.kv_cache_dtype,
-            result.tokens,
-            result.blocks,
-            f"{result.blocks_out}/{result.blocks_in}",
-            (result.bytes_out + result.bytes_in) / 1e6,
-            1e3 * (result.copy_out_s + result.copy_in_s),
-            1e3 * result.link_s,
-            f"{result.ratio:.2f}",
-            1e3 * result.left_s,
-            1e3 * result.returned_s,
-            "ok" if result.passed else "FAILED",
+    return [table("A long request out and back in, its copies against the link's time for its bytes", LONG, results)]
+
+
+LONG = (
+    Column("KV", "kv_cache_dtype", case=True),
+    Column("tokens", "tokens", case=True),
+    Column("blocks", "blocks"),
+    Column("out/in", lambda result: f"{result['blocks_out']}/{result['blocks_in']}"),
+    Column("MB", lambda result: (result["bytes_out"] + result["bytes_in"]) / 1e6),
+    Column("copies, ms", lambda result: 1e3 * (result["copy_out_s"] + result["copy_in_s"]), better="lower"),
+    Column("link, ms", "link_s", 1e3, better="lower"),
+    Column("ratio", "ratio", better="lower"),
+    Column("left, ms", "left_s", 1e3, better="lower"),
+    Column("back, ms", "returned_s", 1e3, better="lower"),
+    VERDICT,
+)
+
+
+def figures(results: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """The copies beside what the link takes."""
+    return [
+        bars_by_format(
+            f"A request of {results[0]['tokens']} tokens out and back in",
+            "Its copies; the strokes are what plain copies of as many bytes take when nothing else runs.",
+            "ms",
+            results,
+            {"out": lambda r: 1e3 * r["copy_out_s"], "in": lambda r: 1e3 * r["copy_in_s"]},
+            {
+                "out": lambda r: r["bytes_out"] / r["link_out_gb_per_s"] / 1e6,
+                "in": lambda r: r["bytes_in"] / r["link_in_gb_per_s"] / 1e6,
+            },
+            "the link alone",
         )
-        for result in results
     ]
-    return report.table(columns, rows)
-
-
-def _plot(results: Sequence[LongResult], axes: Axes) -> None:
-    """Draw the copies beside what the link takes."""
-    places = range(len(results))
-    copies = [1e3 * (result.copy_out_s + result.copy_in_s) for result in results]
-    axes.bar([place - 0.2 for place in places], copies, width=0.4, label="copies")
-    axes.bar([place + 0.2 for place in places], [1e3 * r.link_s for r in results], width=0.4, label="link")
-    axes.set_xticks(list(places), [f"{result.kv_cache_dtype}\n{result.ratio:.2f}" for result in results])
-    axes.set_title(f"{results[0].tokens} tokens out and in")
-    axes.set_ylabel("ms")
-    axes.margins(y=0.2)
-    axes.legend(ncols=2, loc="upper center")
-
-
-PANELS = (_plot,)

@@ -6,20 +6,18 @@ Owns: the experiment and what counts as passing. Does not know: how swapping wor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pydantic import Field
 
 from ...protocol.client import AsyncClient
 from ...protocol.messages import ModelInfo
-from . import report
+from .figures import Figure, Value, bars_by_format
 from .measure import Timeline, all_of, greedy, random_prompts, timed
 from .pressure import BLOCK_SIZE, PressureSettings, engine_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .report import VERDICT, Column, Table, table
 
 BLOCKS = 3
 PROMPT_TOKENS = 33  # a third block from the start, and all three until the end
@@ -110,40 +108,38 @@ def summarize(kv_cache_dtype: str, timelines: list[Timeline], tokens_equal: bool
     )
 
 
-def render(results: Sequence[FormatResult]) -> str:
-    """The table of all formats; copies and stall per swap."""
-    columns = ("pairs", "completed", "swaps", "resumes", "KiB/swap", "out ms", "in ms", "stall ms", "tokens", "")
-    tokens = {None: "-", True: "equal", False: "DIFFER"}
-    rows = [
-        (
-            result.kv_cache_dtype,
-            f"{result.completed}/{result.requests}",
-            result.swaps,
-            result.resumes,
-            result.bytes_out / 1024 / max(1, result.swaps),
-            1e3 * result.copy_out_s / max(1, result.swaps),
-            1e3 * result.copy_in_s / max(1, result.resumes),
-            1e3 * result.stall_s / max(1, result.swaps),
-            tokens[result.tokens_equal],
-            "ok" if result.passed else "FAILED",
+def tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """One line a format; copies and stall per swap."""
+    return [table(f"Forced swaps of {BLOCKS} blocks, two requests at a time", PAIRS, results)]
+
+
+def _per(total: str, count: str, scale: float) -> Value:
+    return lambda result: float(result[total] * scale / max(1, result[count]))
+
+
+PAIRS = (
+    Column("KV", "kv_cache_dtype", case=True),
+    Column("requests", "requests"),
+    Column("completed", "completed", better="higher"),
+    Column("swaps", "swaps"),
+    Column("resumes", "resumes"),
+    Column("KiB a swap", _per("bytes_out", "swaps", 1 / 1024)),
+    Column("out, ms", _per("copy_out_s", "swaps", 1e3), better="lower"),
+    Column("in, ms", _per("copy_in_s", "resumes", 1e3), better="lower"),
+    Column("stall, ms", _per("stall_s", "swaps", 1e3), better="lower"),
+    Column("tokens", lambda result: {None: "-", True: "equal", False: "DIFFER"}[result["tokens_equal"]]),
+    VERDICT,
+)
+
+
+def figures(results: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """The copies of a swap."""
+    return [
+        bars_by_format(
+            "Copies of a forced swap",
+            "What was still to be copied when the request left, and what it loaded when it came back.",
+            "ms a swap",
+            results,
+            {"out": _per("copy_out_s", "swaps", 1e3), "in": _per("copy_in_s", "resumes", 1e3)},
         )
-        for result in results
     ]
-    return report.table(columns, rows)
-
-
-def _plot(results: Sequence[FormatResult], axes: Axes) -> None:
-    """Draw the copies of a swap."""
-    places = range(len(results))
-    out = [1e3 * result.copy_out_s / max(1, result.swaps) for result in results]
-    back = [1e3 * result.copy_in_s / max(1, result.resumes) for result in results]
-    axes.bar([place - 0.2 for place in places], out, width=0.4, label="out")
-    axes.bar([place + 0.2 for place in places], back, width=0.4, label="in")
-    axes.set_xticks(list(places), [result.kv_cache_dtype for result in results])
-    axes.set_title(f"forced swap of {BLOCKS} blocks")
-    axes.set_ylabel("copy, ms a swap")
-    axes.margins(y=0.2)
-    axes.legend(ncols=2, loc="upper center")
-
-
-PANELS = (_plot,)

@@ -6,21 +6,19 @@ prefix or computes it again; the request's usage tells.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pydantic import Field
 
 from ...protocol.messages import ModelInfo
-from . import report
 from .engines import watched
+from .figures import Figure, bars_by_format
 from .measure import Timeline, greedy, random_prompts, timed
 from .pressure import BLOCK_SIZE, PressureSettings, blocks_for, engine_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .report import VERDICT, Column, Table, table
 
 PROMPTS = 3
 NEW_TOKENS = 2
@@ -36,12 +34,16 @@ class PrefixSettings(PressureSettings):
 
 @dataclass(frozen=True)
 class PrefixResult:
-    """One KV format's prefix. TTFT: medians over the prompts, in seconds; `cached_tokens`: the least of any repeat."""
+    """One KV format's prefix. TTFT: medians over the prompts with their ranges, in seconds; `cached_tokens`: the least
+    of any repeat.
+    """
 
     kv_cache_dtype: str
     tokens: int
     first_ttft_s: float
+    first_ttft_range: tuple[float, float]
     repeat_ttft_s: float
+    repeat_ttft_range: tuple[float, float]
     ratio: float
     cached_tokens: int
     loaded_blocks: int
@@ -78,48 +80,48 @@ def summarize(
     kv_cache_dtype: str, tokens: int, first: Sequence[Timeline], repeats: Sequence[Timeline], loaded_blocks: int
 ) -> PrefixResult:
     """Every prompt's first time against its second."""
-    first_ttft_s = median(timeline.ttft for timeline in first)
-    repeat_ttft_s = median(timeline.ttft for timeline in repeats)
+    computed, again = ([timeline.ttft for timeline in group] for group in (first, repeats))
+    first_ttft_s, repeat_ttft_s = median(computed), median(again)
     return PrefixResult(
         kv_cache_dtype=kv_cache_dtype,
         tokens=tokens,
         first_ttft_s=first_ttft_s,
+        first_ttft_range=(min(computed), max(computed)),
         repeat_ttft_s=repeat_ttft_s,
+        repeat_ttft_range=(min(again), max(again)),
         ratio=repeat_ttft_s / first_ttft_s,
         cached_tokens=min(t.finished.usage.cached_tokens if t.finished else 0 for t in repeats),
         loaded_blocks=loaded_blocks,
     )
 
 
-def render(results: Sequence[PrefixResult]) -> str:
+def tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
     """One line a format."""
-    columns = ("prefix", "tokens", "first TTFT ms", "again ms", "ratio", "cached tokens", "blocks loaded", "")
-    rows = [
-        (
-            result.kv_cache_dtype,
-            result.tokens,
-            1e3 * result.first_ttft_s,
-            1e3 * result.repeat_ttft_s,
-            f"1/{1 / result.ratio:.1f}",
-            result.cached_tokens,
-            f"{result.loaded_blocks}/{result.blocks}",
-            "ok" if result.passed else "FAILED",
-        )
-        for result in results
+    return [
+        table("First token of a prefix that fell out of the pool: computed, and when it comes again", PREFIX, results)
     ]
-    return report.table(columns, rows)
 
 
-def _plot(results: Sequence[PrefixResult], axes: Axes) -> None:
-    """Draw both times to the first token."""
-    places = range(len(results))
-    axes.bar([place - 0.2 for place in places], [1e3 * r.first_ttft_s for r in results], width=0.4, label="computed")
-    axes.bar([place + 0.2 for place in places], [1e3 * r.repeat_ttft_s for r in results], width=0.4, label="again")
-    axes.set_xticks(list(places), [f"{result.kv_cache_dtype}\n{result.ratio:.2f}" for result in results])
-    axes.set_title(f"a prefix of {results[0].tokens} tokens")
-    axes.set_ylabel("time to first token, ms")
-    axes.margins(y=0.2)
-    axes.legend(ncols=2, loc="upper center")
+PREFIX = (
+    Column("KV", "kv_cache_dtype", case=True),
+    Column("tokens", "tokens", case=True),
+    Column("computed, ms", "first_ttft_s", 1e3, better="lower", range="first_ttft_range"),
+    Column("again, ms", "repeat_ttft_s", 1e3, better="lower", range="repeat_ttft_range"),
+    Column("again/computed", "ratio", better="lower"),
+    Column("cached tokens", "cached_tokens"),
+    Column("blocks loaded", "loaded_blocks"),
+    VERDICT,
+)
 
 
-PANELS = (_plot,)
+def figures(results: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Both times to the first token."""
+    return [
+        bars_by_format(
+            f"A prefix of {results[0]['tokens']} tokens: time to the first token",
+            "Computed, and loaded from the CPU tier when the same prefix comes again.",
+            "ms",
+            results,
+            {"computed": lambda r: 1e3 * r["first_ttft_s"], "again": lambda r: 1e3 * r["repeat_ttft_s"]},
+        )
+    ]

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 from array import array
 
-from coldblock.engine_core.control.prefix_index import PrefixIndex
+from coldblock.engine_core.control.prefix_index import PrefixChain, PrefixIndex
 from coldblock.engine_core.control.swap import Block
 
 
-def chain(index: PrefixIndex, tokens: list[int]) -> list[bytes]:
-    digests: list[bytes] = []
-    index.extend_chain(digests, array("i", tokens), len(tokens) // 4)
-    return digests
+def digests_of(tokens: list[int]) -> list[bytes]:
+    chain = PrefixChain()
+    chain.extend(array("i", tokens), len(tokens) // 4, 4)
+    return chain.digests
 
 
 def test_a_digest_covers_every_token_before_it() -> None:
-    index = PrefixIndex(4)
-    first = chain(index, [1, 2, 3, 4, 5, 6, 7, 8])
-    other_parent = chain(index, [9, 2, 3, 4, 5, 6, 7, 8])
-    assert first[1] != other_parent[1]
-    assert chain(index, [1, 2, 3, 4, 0, 0, 0, 0])[0] == first[0]
+    first = digests_of([1, 2, 3, 4, 5, 6, 7, 8])
+    other_parent = digests_of([9, 2, 3, 4, 5, 6, 7, 8])
+    assert first[1] != other_parent[1] and len({*first, *other_parent}) == 4
+    assert digests_of([1, 2, 3, 4, 0, 0, 0, 0])[0] == first[0]
 
 
 def test_a_chain_grows_to_the_same_digests() -> None:
-    index = PrefixIndex(4)
-    tokens = list(range(12))
-    digests: list[bytes] = []
-    for full in (1, 1, 3):
-        index.extend_chain(digests, array("i", tokens), full)
-    assert digests == chain(index, tokens)
+    chain, tokens = PrefixChain(), array("i", range(14))
+    for full in (1, 1, 3, 2):
+        chain.extend(tokens, full, 4)
+    assert chain.digests == digests_of(list(tokens))
 
 
 def test_match_ends_at_the_first_gap() -> None:
-    index, blocks = PrefixIndex(4), [Block(), Block(), Block()]
-    digests = chain(index, list(range(12)))
-    for block, digest in zip(blocks, digests, strict=True):
-        index.insert(digest, block)
-        assert block.digest == digest
+    index, blocks = PrefixIndex(), [Block(), Block(), Block()]
+    digests = digests_of(list(range(12)))
+    assert all(map(index.insert, digests, blocks))
+    assert [block.digest for block in blocks] == digests
     assert index.match(digests) == blocks
     index.drop(blocks[1])
     index.drop(blocks[1])
@@ -47,10 +43,9 @@ def test_match_ends_at_the_first_gap() -> None:
 
 
 def test_the_first_block_of_a_prefix_stays_its_block() -> None:
-    index, first, second = PrefixIndex(4), Block(), Block()
-    (digest,) = chain(index, [1, 2, 3, 4])
-    for block in (first, second, first):
-        index.insert(digest, block)
+    index, first, second = PrefixIndex(), Block(), Block()
+    (digest,) = digests_of([1, 2, 3, 4])
+    assert [index.insert(digest, block) for block in (first, second, first)] == [True, False, False]
     assert (first.digest, second.digest) == (digest, None)
     index.drop(second)
     assert index.match([digest]) == [first] and index.holder(digest) is first and len(index) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from coldblock.engine_core.control.plan import SampledToken, StepResult
 from coldblock.engine_core.control.request import State
-from coldblock.engine_core.control.updates import FinishedUpdate, TokenUpdate
+from coldblock.engine_core.control.updates import FinishedUpdate, RequestView, TokenUpdate
 from fake_executor import expected_tokens
 from scheduler_harness import EOS, VOCAB, Harness
 
@@ -203,10 +203,28 @@ def test_views_and_counters() -> None:
     assert (runs.request_id, runs.state, runs.prompt_tokens, runs.generated_tokens) == ("runs", "decode", 20, 2)
     assert (runs.gpu_blocks, runs.cpu_blocks, waits.state, waits.gpu_blocks) == (2, 0, "waiting", 0)
     assert runs.age_s > 0 and harness.state("waits") is State.WAITING
+    assert (waits.queue_s, waits.ttft_s, waits.tpot_s, waits.stalled_s) == (waits.age_s, None, None, 0.0)
     harness.run()
     counters = harness.scheduler.counters
     assert (counters.prompt_tokens, counters.generation_tokens) == (27, 10)
     assert counters.finished == {"length": 2} and counters.preemptions == 0
+
+
+def test_a_views_latencies_are_those_of_its_end(steps_ahead: int) -> None:
+    harness = Harness(num_gpu_blocks=8, prefill_chunk_tokens=16, prefix_cache=True)
+    for name in ("a", "b", "c"):
+        harness.add(name, range(33), 40)
+    seen: dict[str, RequestView] = {}
+    while harness.scheduler.has_work():
+        seen.update((view.request_id, view) for view in harness.scheduler.requests())
+        harness.step()
+    assert any(end.swaps for end in harness.finished.values())
+    for name, end in harness.finished.items():
+        view = seen[name]
+        assert view.ttft_s == pytest.approx(end.queue_s + end.prefill_s) and view.queue_s == end.queue_s
+        gaps = view.generated_tokens - 1  # it was seen last before its end
+        assert view.tpot_s is not None and view.tpot_s * gaps == pytest.approx(end.decode_s, abs=0.021)
+        assert (view.cached_tokens, view.recomputes) == (end.cached_tokens, end.recomputes)
 
 
 def test_two_thousand_short_requests_leave_nothing_behind() -> None:

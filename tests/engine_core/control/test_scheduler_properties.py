@@ -13,7 +13,7 @@ from fake_executor import expected_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_harness import VOCAB, Harness, check_invariants
+from scheduler_harness import VOCAB, Harness
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -170,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def counts_hold(self) -> None:
         if hasattr(self, "harness"):
-            check_invariants(self.harness.scheduler)
+            self.harness.check()
 
     def teardown(self) -> None:
         if hasattr(self, "harness"):

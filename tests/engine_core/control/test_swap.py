@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from coldblock.engine_core.control.plan import BlockMove, Direction
-from coldblock.engine_core.control.swap import Block, BlockEvent, IllegalMove, Move, Residency
+from coldblock.engine_core.control.swap import Block, BlockEvent, IllegalMove, Move, Residency, advance
 
 EXPECTED = {
     Residency.NOWHERE: {BlockEvent.ALLOCATE: Residency.GPU},
@@ -24,10 +24,10 @@ def test_every_pair_is_a_known_step_or_raises(residency: Residency, event: Block
     target = EXPECTED[residency].get(event)
     if target is None:
         with pytest.raises(IllegalMove, match=f"{event.name} on a block in {residency.name}"):
-            block.on(event)
+            advance([block], event)
         assert block.residency is residency
     else:
-        block.on(event)
+        advance([block], event)
         assert block.residency is target
 
 

@@ -24,7 +24,7 @@ def written(tiers: Tiers, blocks: list[Block]) -> list[Block]:
 
 
 def test_a_copy_out_holds_both_slots_and_leaves_the_block_in_both() -> None:
-    tiers = Tiers(6, 4, 16)
+    tiers = Tiers(6, 4)
     blocks = tiers.allocate(3)
     tiers.park(blocks)
     assert (tiers.available, tiers.parked) == (3, 3)
@@ -41,7 +41,7 @@ def test_a_copy_out_holds_both_slots_and_leaves_the_block_in_both() -> None:
 
 
 def test_slots_are_given_up_in_the_order_that_loses_least() -> None:
-    tiers = Tiers(8, 8, 16)
+    tiers = Tiers(8, 8)
     parked = written(tiers, tiers.allocate(2))
     lost = indexed(tiers, 2)
     lives_on = written(tiers, indexed(tiers, 2))
@@ -69,7 +69,7 @@ def test_slots_are_given_up_in_the_order_that_loses_least() -> None:
 
 
 def test_who_left_last_gives_up_first_and_what_came_in_ahead_of_its_turn_last() -> None:
-    tiers = Tiers(4, 8, 16)
+    tiers = Tiers(4, 8)
     first, second = written(tiers, tiers.allocate(1)), written(tiers, tiers.allocate(1))
     away = written(tiers, tiers.allocate(2))
     tiers.park(away)
@@ -86,8 +86,33 @@ def test_who_left_last_gives_up_first_and_what_came_in_ahead_of_its_turn_last() 
     assert order == [[True, True, True], [False, True, True], [False, False, True], [False, False, False]]
 
 
+def test_a_block_that_only_changes_owners_keeps_its_place() -> None:
+    tiers = Tiers(3, 3)
+    shared, last = written(tiers, tiers.allocate(1)), written(tiers, tiers.allocate(1))
+    tiers.own(shared)
+    for blocks in (shared, last):
+        tiers.park(blocks)
+    tiers.release(shared, used=False)
+    tiers.allocate(2)
+    assert (shared[0].residency, last[0].residency) == (Residency.BOTH, Residency.CPU)
+
+
+def test_what_is_copied_together_lies_in_the_same_order_in_both_tiers() -> None:
+    """So neighbours stay neighbours, and go in one copy."""
+    tiers = Tiers(8, 8)
+    blocks = tiers.allocate(6)
+    assert [block.gpu for block in blocks] == list(range(6))
+    written(tiers, blocks[::-1])
+    assert [block.cpu for block in blocks] == list(range(6))
+    tiers.park(blocks)
+    tiers.release(tiers.allocate(8), used=True)
+    tiers.begin_in([blocks[i] for i in (3, 0, 5, 2, 4, 1)], "resume", None)
+    first = blocks[0].gpu
+    assert [block.gpu for block in blocks] == list(range(first, first + 6))
+
+
 def test_a_copy_ahead_of_need_displaces_only_cached_content() -> None:
-    tiers = Tiers(6, 3, 16)
+    tiers = Tiers(6, 3)
     running = written(tiers, tiers.allocate(1))
     both = written(tiers, indexed(tiers, 1))
     gone = written(tiers, indexed(tiers, 1))
@@ -110,7 +135,7 @@ def test_a_copy_ahead_of_need_displaces_only_cached_content() -> None:
 
 def test_a_block_that_nobody_wants_any_more_is_freed_when_its_copy_ends() -> None:
     for ends in (Tiers.complete, Tiers.fail):
-        tiers = Tiers(4, 4, 16)
+        tiers = Tiers(4, 4)
         out, back = tiers.allocate(1), written(tiers, tiers.allocate(1))
         tiers.park(back)
         tiers.release(tiers.allocate(2), used=True)
@@ -127,7 +152,7 @@ def test_a_block_that_nobody_wants_any_more_is_freed_when_its_copy_ends() -> Non
 
 
 def test_a_failed_copy_leaves_the_content_where_it_was() -> None:
-    tiers = Tiers(2, 2, 16)
+    tiers = Tiers(2, 2)
     blocks = tiers.allocate(2)
     tiers.park(blocks)
     tiers.fail(tiers.begin_out(blocks, "growth", None, False).move_id)
@@ -140,7 +165,7 @@ def test_a_failed_copy_leaves_the_content_where_it_was() -> None:
 
 
 def test_a_write_drops_the_copy_and_is_refused_while_the_block_is_read() -> None:
-    tiers = Tiers(2, 2, 16)
+    tiers = Tiers(2, 2)
     (block,) = written(tiers, tiers.allocate(1))
     tiers.write(block)
     assert block.residency is Residency.GPU and tiers.cpu_use().free == 2
@@ -151,7 +176,7 @@ def test_a_write_drops_the_copy_and_is_refused_while_the_block_is_read() -> None
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_forgotten_content_is_not_cached_in_either_tier(copied: bool) -> None:
-    tiers = Tiers(3, 3, 16)
+    tiers = Tiers(3, 3)
     blocks = indexed(tiers, 2)
     if copied:
         written(tiers, blocks)
@@ -164,7 +189,7 @@ def test_forgotten_content_is_not_cached_in_either_tier(copied: bool) -> None:
 
 
 def test_a_shared_block_stays_for_its_other_user() -> None:
-    tiers = Tiers(2, 2, 16)
+    tiers = Tiers(2, 2)
     blocks = tiers.allocate(1)
     tiers.share(blocks)
     tiers.park(blocks)
@@ -176,7 +201,7 @@ def test_a_shared_block_stays_for_its_other_user() -> None:
 
 
 def test_what_is_read_in_the_cpu_tier_keeps_its_slot_there_and_gives_up_the_other() -> None:
-    tiers = Tiers(4, 4, 16)
+    tiers = Tiers(4, 4)
     cold, lost = written(tiers, tiers.allocate(2)), indexed(tiers, 1)
     assert (tiers.available, tiers.cpu_available) == (1, 4)
     tiers.read_cold(cold, used=True)
@@ -188,7 +213,7 @@ def test_what_is_read_in_the_cpu_tier_keeps_its_slot_there_and_gives_up_the_othe
 
 def test_what_is_read_in_the_cpu_tier_outlives_its_owner_until_nobody_reads_it() -> None:
     for indexed_too in (False, True):
-        tiers = Tiers(3, 3, 16)
+        tiers = Tiers(3, 3)
         cold = written(tiers, indexed(tiers, 2) if indexed_too else tiers.allocate(2))
         tiers.read_cold(cold, used=True)
         tiers.share(cold[:1])  # another request uses it on the GPU
@@ -201,5 +226,5 @@ def test_what_is_read_in_the_cpu_tier_outlives_its_owner_until_nobody_reads_it()
 
 
 def test_a_cpu_tier_of_no_blocks_has_no_room() -> None:
-    tiers = Tiers(1, 0, 16)
+    tiers = Tiers(1, 0)
     assert (tiers.cpu_available, tiers.cpu_spare, tiers.cpu_use()) == (0, 0, PoolUse(0, 0, 0, 0, 0))

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from coldblock.engine_core.control.plan import Direction
+from coldblock.engine_core.control.prefix_index import PrefixChain
 from coldblock.engine_core.control.request import State
 from coldblock.engine_core.control.scheduler import MAX_COPY_FAILURES, MOST_RESUMES
 from coldblock.engine_core.control.swap import Block, Residency
@@ -32,9 +33,9 @@ def evicted_prefix(**settings: object) -> Harness:
 
 def blocks_of(harness: Harness, tokens: int) -> list[Block]:
     """The indexed blocks of the prompt range(tokens)."""
-    index, digests = harness.scheduler._tiers.index, list[bytes]()
-    index.extend_chain(digests, array("i", range(tokens)), tokens // 16)
-    return index.match(digests)
+    chain = PrefixChain()
+    chain.extend(array("i", range(tokens)), tokens // 16, 16)
+    return harness.scheduler._tiers.index.match(chain.digests)
 
 
 # ---------------------------------------------------------------- prefixes

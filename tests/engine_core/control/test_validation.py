@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 
 import pytest
 from coldblock.engine_core.control.sampling import Sampling
@@ -68,17 +70,30 @@ def test_tiny_and_usual_temperatures_are_taken(temperature: float) -> None:
         ([VOCAB], f"token id {VOCAB}"),
         ([5, -1, 5], "token id -1"),
         ([200000], "token id 200000"),
+        ([2**31], "token id 2147483648"),
+        ([7, 2**40], "token id 1099511627776"),
+        (array("I", [5, 2**32 - 1]), "token id 4294967295"),
+        (array("I"), "empty"),
         ([1] * 160, "160 tokens, which need 11 blocks of 16 with one more token"),
         ([VOCAB] * 160, "160 tokens, which need 11 blocks of 16 with one more token"),
     ],
 )
-def test_a_prompt_that_can_never_run_is_refused_and_the_next_one_runs(prompt: list[int], value: str) -> None:
+def test_a_prompt_that_can_never_run_is_refused_and_the_next_one_runs(prompt: Sequence[int], value: str) -> None:
     harness = Harness(num_gpu_blocks=10, max_model_len=512)
     with pytest.raises(Refusal) as refusal:
         harness.scheduler.add("bad", prompt, Sampling())
     assert (refusal.value.field, refusal.value.value) == ("prompt", value)
     harness.add("good", range(10))
     harness.run()
+
+
+@pytest.mark.parametrize("prompt", [[1, 0, VOCAB - 1], (1, 0, VOCAB - 1), array("I", [1, 0, VOCAB - 1])])
+def test_a_prompt_may_be_any_sequence_and_is_copied(prompt: Sequence[int]) -> None:
+    harness = Harness()
+    harness.add("id", prompt)
+    assert harness.request("id").tokens == array("i", [1, 0, VOCAB - 1])
+    harness.run()
+    assert list(prompt) == [1, 0, VOCAB - 1]
 
 
 def test_the_refusal_names_the_pool_and_the_model_length() -> None:

@@ -79,6 +79,18 @@ def test_a_3b_model_on_4_gib() -> None:
     assert found["peak"] <= 4 * GIB, found
 
 
+def test_an_int8_head_leaves_half_of_its_memory_to_kv_blocks(two_layers: Path) -> None:
+    plain = report(run(two_layers, 4 * GIB))
+    raw = json.loads((two_layers / "config.json").read_text())
+    raw["quantization_config"]["embedding_bits"] = 8
+    (two_layers / "config.json").write_text(json.dumps(raw))
+    found = report(run(two_layers, 4 * GIB, steps=10))
+    spared = 151936 * 2048 * (2 - 17 / 16)
+    weights = [int(re.search(r"weights (\S+) ", x["sum"])[1].replace(",", "")) for x in (plain, found)]  # type: ignore[index]
+    assert weights[0] - weights[1] == pytest.approx(spared / (1 << 20), abs=2), (plain, found)
+    assert found["blocks"] >= plain["blocks"] and found["peak"] <= 4 * GIB, (plain, found)
+
+
 def test_the_same_pool_at_every_start(two_layers: Path) -> None:
     found = [report(run(two_layers, 4 * GIB, held_mib=700)) for _ in range(2)]
     assert found[0]["blocks"] == found[1]["blocks"] > 500, found

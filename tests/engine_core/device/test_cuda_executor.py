@@ -138,6 +138,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "head_dim 256": {"kind": "llama", "head_dim": 256},
     "odd vocabulary": {"kind": "llama", "vocab_size": 323},
     "w4 groups of 32": {"kind": "qwen2", "group_size": 32},
+    "w4, int8 head": {"kind": "qwen2", "group_size": 32, "tie_word_embeddings": True},
     "w4 groups of 128": {"kind": "llama", "hidden_size": 256, "intermediate_size": 384, "group_size": 128},
     "w4 with biases": {"kind": "llama", "attention_bias": True, "mlp_bias": True, "group_size": 64},
     "w4 in groups of 16": {"kind": "llama", "group_size": 16},

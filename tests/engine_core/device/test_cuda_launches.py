@@ -19,6 +19,7 @@ from coldblock.engine_core.control.sampling import Sampling
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cuda_executor import LEAST_ROWS, SHORT_STEP_READS, CudaExecutor
 from coldblock.kernels import (
+    block_copy,
     checks,
     decode_attention,
     fused,
@@ -31,15 +32,16 @@ from coldblock.kernels import (
     tensor_map,
     w4,
     w4_wide,
+    w8,
 )
 from coldblock.kernels.loader import Argument
-from cuda_on_cpu import emulate_device
+from cuda_on_cpu import copy_blocks, emulate_device
 from large_bias import large_bias
 from tiny_models import chunk, edit_config, quantize, save_tiny
 from torch import Tensor
 
 MODULES: tuple[ModuleType, ...] = (
-    fused, gather, w4, w4_wide, decode_attention, prefill_attention, prefill_attention_hopper, sampling,
+    fused, gather, w4, w4_wide, w8, decode_attention, prefill_attention, prefill_attention_hopper, sampling,
 )  # fmt: skip
 DEVICES = {"sm_90a": (132, 227), "sm_86": (16, 99)}  # multiprocessors; KiB of shared memory of a block
 
@@ -106,9 +108,10 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
+    monkeypatch.setattr(block_copy, "copy_blocks", copy_blocks)  # no kernel
     monkeypatch.setattr(pages, "check_place", check_place)
-    monkeypatch.setattr(w4, "check_place", check_place)
-    monkeypatch.setattr(rotated_bias, "check_place", check_place)
+    for module in (w4, w8, checks, rotated_bias):
+        monkeypatch.setattr(module, "check_place", check_place)
     Recorder.launches.clear()
     Recorder.biased.clear()
     clear_caches()
@@ -143,8 +146,9 @@ def run_steps(executor: CudaExecutor) -> None:
 def test_a_steps_launches(
     architecture: str, tmp_path: Path, head_dim: int, kv_cache_dtype: str, compute_dtype: str
 ) -> None:
-    """Once of a model whose K is stored whole, and once as if it lacked its bias."""
-    save_tiny(tmp_path, "qwen2", head_dim=head_dim, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+    """Of a model whose K is stored whole, and once more as if it lacked its bias."""
+    shape: dict[str, Any] = {"head_dim": head_dim, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    save_tiny(tmp_path, "qwen2", tie_word_embeddings=True, **shape)
     quantize(tmp_path, 32 if head_dim < 128 else 128)
     (tmp_path / "model.safetensors").unlink()
     edit_config(tmp_path, max_position_embeddings=4096)
@@ -164,6 +168,7 @@ def test_a_steps_launches(
     run_steps(executor)
     launched = set(Recorder.launches)
     assert {"embed", "rms_norm", "rope_and_write", "paged_decode", "w4_linear", "sample_scan"} <= launched
+    assert {"w8_linear", "w8_dequantize"} <= launched
     assert "gather_slices" in launched
     assert ("w4_wide" in launched) == (architecture == "sm_90a")
     assert {"paged_prefill", "paged_prefill_hopper"} & launched

@@ -67,6 +67,10 @@ class Bench:
         patch.setattr(cuda_transfer, "_QUERY_EVERY_S", 0.0)
         self.transfers = CudaTransfers(self.pool)
 
+    def begin(self, moves: Sequence[BlockMove]) -> None:
+        self.transfers.begin(moves)
+        self.transfers.start()
+
     def end(self) -> list[MoveDone]:
         """Do all the work; what is told of it."""
         done: list[MoveDone] = []
@@ -126,7 +130,7 @@ def test_whatever_the_streams_do_first_no_byte_is_wrong(seed: int, delay: str, m
 
     told = 0
     for number in range(120):
-        bench.transfers.begin([one for k in range(rng.randint(0, 2)) if (one := move(2 * number + k)) is not None])
+        bench.begin([one for k in range(rng.randint(0, 2)) if (one := move(2 * number + k)) is not None])
         step(number)
         bench.streams.turns(rng.randint(0, 12))
         for done in bench.transfers.poll():
@@ -142,7 +146,7 @@ def test_whatever_the_streams_do_first_no_byte_is_wrong(seed: int, delay: str, m
 def test_the_directions_run_beside_one_another_and_beside_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that stands still holds up neither the other nor the steps."""
     bench = Bench(monkeypatch, 0)
-    bench.transfers.begin([BlockMove(1, OUT, (0,), (1,)), BlockMove(2, IN, (2,), (3,))])
+    bench.begin([BlockMove(1, OUT, (0,), (1,)), BlockMove(2, IN, (2,), (3,))])
     out = bench.transfers._streams[OUT]
     bench.streams.all.remove(out)
     steps: list[int] = []
@@ -153,13 +157,30 @@ def test_the_directions_run_beside_one_another_and_beside_later_steps(monkeypatc
     assert [done.move_id for done in bench.end()] == [1]
 
 
+def test_a_copy_waits_for_what_was_launched_before_it_was_taken_and_for_nothing_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, 0)
+    bench.pool.gpu[0] = 7
+    bench.streams.do(lambda: bench.pool.gpu[0].fill_(9))
+    bench.transfers.begin([BlockMove(1, OUT, (0,), (1,))])
+    bench.streams.do(lambda: pytest.fail("the copy waited for this"))
+    bench.transfers.start()
+    compute = bench.streams.current
+    while len(compute.queue) > 1:
+        bench.streams.turn()
+    bench.streams.all.remove(compute)
+    assert [done.move_id for done in bench.end()] == [1]
+    assert bench.pool.cpu[1].eq(9).all()
+
+
 def test_how_long_a_copy_waited_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the step in front of it; the clock counts pieces of work."""
     bench = Bench(monkeypatch, 0)
     clock = bench.transfers._clock
     for _ in range(100):
         bench.streams.do(lambda: None)
-    bench.transfers.begin([BlockMove(1, OUT, (0, 1), (1, 2))])
+    bench.begin([BlockMove(1, OUT, (0, 1), (1, 2))])
     while clock.queue:
         bench.streams.turn()
     (done,) = bench.end()
@@ -169,11 +190,11 @@ def test_how_long_a_copy_waited_and_how_long_it_took(monkeypatch: pytest.MonkeyP
 def test_polling_waits_for_a_copy_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 0)
     assert bench.transfers.poll(wait_s=60.0) == ()
-    bench.transfers.begin([BlockMove(1, OUT, (0,), (1,))])
+    bench.begin([BlockMove(1, OUT, (0,), (1,))])
     assert bench.transfers.poll() == ()
     monkeypatch.setattr(cuda_transfer.time, "sleep", lambda seconds: bench.streams.turn())
     assert [done.move_id for done in bench.transfers.poll(wait_s=60.0)] == [1]
-    bench.transfers.begin([BlockMove(2, OUT, (0,), (1,))])
+    bench.begin([BlockMove(2, OUT, (0,), (1,))])
     assert bench.transfers.poll(wait_s=0.0) == ()
 
 
@@ -185,21 +206,34 @@ def test_a_move_that_fails_half_way_is_told_when_nothing_runs_any_more(monkeypat
         raise KernelError("copying blocks failed")
 
     monkeypatch.setattr(block_copy, "copy_blocks", breaks)
-    bench.transfers.begin([BlockMove(1, OUT, (0,), (1,))])
+    bench.begin([BlockMove(1, OUT, (0,), (1,))])
     assert bench.transfers.poll() == ()
     assert [(done.move_id, done.error) for done in bench.end()] == [(1, "copying blocks failed")]
 
 
 def test_a_block_that_does_not_exist_is_an_error_of_that_move_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 0)
-    bench.transfers.begin(
-        [BlockMove(1, OUT, (0,), (12,)), BlockMove(2, IN, (12,), (0,)), BlockMove(3, OUT, (0,), (1,))]
-    )
+    bench.begin([BlockMove(1, OUT, (0,), (12,)), BlockMove(2, IN, (12,), (0,)), BlockMove(3, OUT, (0,), (1,))])
     assert {done.move_id: done.error for done in bench.end()} == {
         1: "there is no such block",
         2: "there is no such block",
         3: None,
     }
+
+
+def test_small_moves_of_one_direction_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to some size, so that none waits long for others; each is told with its share of the time."""
+    bench = Bench(monkeypatch, 0)
+    monkeypatch.setattr(cuda_transfer, "JOINED_BYTES", 4 * bench.pool.block_bytes)
+    numbered = [((0, 1), (0, 1)), ((4,), (4,)), ((2, 3, 6), (5, 6, 9)), ((5,), (7,))]
+    out = [BlockMove(number, OUT, *blocks) for number, blocks in enumerate(numbered)]
+    bench.begin([*out[:2], BlockMove(9, IN, (11,), (11,)), *out[2:]])
+    done = {one.move_id: one for one in bench.end()}
+    assert [call[4].sum() for call in bench.calls] == [6, 1, 1]
+    assert sorted(done) == [0, 1, 2, 3, 9] and not any(one.error for one in done.values())
+    assert done[0].seconds == pytest.approx(2 * done[1].seconds) and done[2].seconds == pytest.approx(
+        3 * done[1].seconds
+    )
 
 
 class FakeArena:
@@ -227,7 +261,7 @@ def with_arena(bench: Bench, answers: Sequence[Any], pinned: int = 12) -> FakeAr
 def test_copies_wait_until_their_memory_is_pinned_and_do_not_cross_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 0)
     arena = with_arena(bench, [False, False, True])
-    bench.transfers.begin([BlockMove(1, OUT, (0, 1, 2, 3), (2, 3, 4, 5))])
+    bench.begin([BlockMove(1, OUT, (0, 1, 2, 3), (2, 3, 4, 5))])
     bench.streams.turns(10**6)
     assert bench.transfers.poll() == () and bench.calls == []
     assert [done.error for done in bench.end()] == [None]
@@ -238,8 +272,8 @@ def test_copies_wait_until_their_memory_is_pinned_and_do_not_cross_slabs(monkeyp
 
 def test_without_ram_for_the_slab_the_move_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 0)
-    with_arena(bench, [MemoryBudgetError("--max-cpu-offload-mb", "RAM has run out"), True])
-    bench.transfers.begin([BlockMove(1, OUT, (0,), (5,)), BlockMove(2, OUT, (1,), (0,))])
+    with_arena(bench, [MemoryBudgetError("--max-cpu-offload-mb", "RAM has run out"), True], pinned=3)
+    bench.begin([BlockMove(1, OUT, (0,), (5,)), BlockMove(2, OUT, (1,), (0,))])
     errors = {done.move_id: done.error for done in bench.end()}
     assert errors == {1: "--max-cpu-offload-mb: RAM has run out", 2: None}
 
@@ -249,7 +283,7 @@ def test_what_is_not_pinned_is_copied_all_the_same(monkeypatch: pytest.MonkeyPat
     bench = Bench(monkeypatch, 0)
     with_arena(bench, [True, True], pinned=4)
     bench.pool.gpu[3] = 7
-    bench.transfers.begin([BlockMove(1, OUT, (3, 4), (9, 2)), BlockMove(2, IN, (5,), (9,))])
+    bench.begin([BlockMove(1, OUT, (3, 4), (9, 2)), BlockMove(2, IN, (5,), (9,))])
     assert [done.error for done in bench.end()] == [None, None]
     assert bench.calls == [] and bench.pool.cpu[9].eq(7).all() and bench.pool.gpu[5].eq(7).all()
 
@@ -257,6 +291,6 @@ def test_what_is_not_pinned_is_copied_all_the_same(monkeypatch: pytest.MonkeyPat
 def test_close_waits_for_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 0)
     bench.pool.gpu[0] = 9
-    bench.transfers.begin([BlockMove(1, OUT, (0,), (1,))])
+    bench.begin([BlockMove(1, OUT, (0,), (1,))])
     bench.transfers.close()
     assert bench.pool.cpu[1].eq(9).all()

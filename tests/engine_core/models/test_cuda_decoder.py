@@ -10,11 +10,18 @@ import pytest
 import torch
 from coldblock.engine_core.models import cuda_linears
 from coldblock.engine_core.models.cuda_decoder import CudaDecoder, TokenInputs, Workspace, load_cuda_decoder
-from coldblock.engine_core.models.cuda_linears import CudaBuilder, DenseCudaLinear, Scratch, W4CudaLinear
+from coldblock.engine_core.models.cuda_linears import (
+    CudaBuilder,
+    DenseCudaLinear,
+    Scratch,
+    W4CudaLinear,
+    W8CudaHead,
+)
+from coldblock.engine_core.models.layers import Int8Weight
 from coldblock.engine_core.models.registry import read_model_config
 from coldblock.engine_core.models.w4a16 import W4Weight
 from coldblock.engine_core.models.weights import Checkpoint, DummyCheckpoint
-from coldblock.kernels import w4
+from coldblock.kernels import w4, w8
 from coldblock.kernels.pages import KVPages
 from coldblock.kernels.rotated_bias import RotatedBias, Turns
 from cuda_on_cpu import attend, emulate
@@ -114,8 +121,71 @@ def test_four_bit_matrices_stay_packed_unless_their_groups_are_odd(tmp_path: Pat
         quantize(tmp_path, group_size)
         decoder = load(tmp_path, torch.bfloat16)
         assert {type(linear) for linear in decoder._linears()} == {kind}
-        assert decoder._embedding.dtype is torch.bfloat16
-        assert isinstance(decoder._head, DenseCudaLinear)
+
+
+def int8_table(rows: int, columns: int, group: int = 32) -> Int8Weight:
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
+    return Int8Weight(codes, torch.rand(rows, columns // group, generator=generator).half() / 64)
+
+
+def test_an_int8_embedding_is_also_the_tied_head(tmp_path: Path) -> None:
+    save_tiny(tmp_path, tie_word_embeddings=True, **FITTING)
+    dense = load(tmp_path).nbytes
+    quantize(tmp_path)
+    for dense_copies in (False, True):
+        decoder = load(tmp_path, dense_copies=dense_copies)
+        linears = sum(linear.nbytes for linear in decoder._linears())
+        assert isinstance(decoder._embedding, w8.W8Matrix) and isinstance(decoder._head, W8CudaHead)
+        assert decoder._head._matrix is decoder._embedding
+        table = 320 * 128 + 320 * 4 * 2 + (320 * 128 * 2 if dense_copies else 0)
+        assert decoder.nbytes - linears == table + (dense - 320 * 128 * 2 - dense_linears(tmp_path))
+
+
+def dense_linears(path: Path) -> int:
+    """Bytes of a tiny model's linears in 16 bits, without biases."""
+    return 2 * read_model_config(path).linear_elements
+
+
+def test_an_untied_embedding_and_a_head_of_its_own() -> None:
+    builder, table = CudaBuilder(torch.float16, False), int8_table(37, 64)
+    embedding, head = builder.embedding(table), builder.head(int8_table(37, 64), torch.ones(64), None)
+    assert isinstance(embedding, w8.W8Matrix) and isinstance(head, W8CudaHead)
+    assert torch.equal(w8.unpack_w8(embedding), table.dequantize())
+    assert head.nbytes == embedding.nbytes == 48 * (64 + 2 * 2)
+
+
+@pytest.mark.parametrize("scales_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("group", [16, 32, 48, 96])
+def test_int8_tables_stay_packed_unless_their_groups_are_odd(group: int, scales_dtype: torch.dtype) -> None:
+    table = int8_table(40, 96, group)
+    table = Int8Weight(table.qweight, table.scales.to(scales_dtype))
+    packed = group % 32 == 0 and scales_dtype is torch.float16
+    builder = CudaBuilder(torch.bfloat16, False)
+    embedding = builder.embedding(table)
+    assert isinstance(embedding, w8.W8Matrix) == packed
+    assert isinstance(builder.head(table, torch.ones(96), embedding), W8CudaHead if packed else DenseCudaLinear)
+    if not packed:
+        assert isinstance(embedding, Tensor) and torch.equal(embedding, table.dequantize().bfloat16())
+
+
+@pytest.mark.parametrize("dense_copies", [False, True])
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_head_of_few_and_many_rows(monkeypatch: pytest.MonkeyPatch, more: int, dense_copies: bool) -> None:
+    """Logits go into rows that lie apart; many rows multiply values in 16 bits, slices of them without a copy."""
+    monkeypatch.setattr(cuda_linears, "_SLICE_ELEMENTS", 128 * 96)
+    launched: list[int] = []
+    linear = w8.w8_linear
+    monkeypatch.setattr(w8, "w8_linear", lambda x, *rest: (launched.append(len(x)), linear(x, *rest)))
+    most = cuda_linears.HEAD_MOST_ROWS_BESIDE_DENSE if dense_copies else cuda_linears.HEAD_MOST_ROWS
+    table, rows = int8_table(301, 96), most + more
+    head = CudaBuilder(torch.float16, dense_copies).head(table, torch.ones(96), None)
+    assert head.scratch_elements == (0 if dense_copies else 128 * 96)
+    scratch = Scratch(torch.empty(head.scratch_elements).half(), torch.empty(0).half())
+    x, out = torch.randn(rows, 96).half(), torch.full((rows, 304), torch.nan)
+    head(x, out[:, :301], scratch)
+    torch.testing.assert_close(out[:, :301], x.float() @ table.dequantize().t(), atol=0.02, rtol=0.01)
+    assert out[:, 301:].isnan().all() and launched == ([] if more else [rows])
 
 
 def packed(rows: int, columns: int, dense_copies: bool = False, group: int = 32) -> tuple[W4Weight, W4CudaLinear]:

@@ -1,0 +1,1 @@
+"""The live page of a frontend at /dashboard: what its engines publish, shown in a browser."""

@@ -1,0 +1,102 @@
+"""What all commands that leave a report behind have in common, from their settings to their exit code.
+
+Owns: the order: check what a report needs, measure, print, write; the command line that a report names. Does not know:
+what is measured.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import Field
+
+from ...protocol.errors import ColdblockError
+from ...protocol.messages import ModelInfo
+from ...settings import EXIT_FAILED, EXIT_OK, Settings, UsageError, flag_name, load
+from ..errors import report as show_error
+from . import report
+from .figures import Figure
+from .machine import describe_machine
+
+NOT_TOLD = {"config", "out"}  # where files lie is nobody else's business
+
+
+class ReportSettings(Settings):
+    """Settings of every command that writes a report."""
+
+    out: Path | None = Field(None, description="folder for the report; docs/results or the current one if absent")
+
+
+S = TypeVar("S", bound=ReportSettings)
+
+
+def run_command(kind: type[S], argv: list[str], prog: str, doc: str | None, run: Callable[[S], int]) -> int:
+    """Read the settings, refuse what would fail after measuring, run. Errors become a line and an exit code."""
+    settings = load(kind, argv, prog=prog, summary=(doc or "").partition("\n")[0])
+    try:
+        report.require_plotting()
+        report.require_folder(settings.out)
+        return run(settings)
+    except (ColdblockError, UsageError) as error:
+        return show_error(prog, error)
+
+
+def conclude(
+    settings: ReportSettings,
+    prog: str,
+    title: str,
+    model: ModelInfo | None,
+    results: Mapping[str, Any],
+    tables: Sequence[report.Table],
+    figures: Sequence[Figure] = (),
+    passed: bool = True,
+) -> int:
+    """Print the tables and write the report. Returns the exit code: 0 only if everything `passed`."""
+    found = report.Report(
+        benchmark=prog.removeprefix("coldblock bench ").removeprefix("coldblock ").replace(" ", "-"),
+        title=title,
+        command=command_line(settings, prog),
+        machine=describe_machine(),
+        settings=_told(settings),
+        model=_without_path(model) if model else None,
+        results=dict(results),
+        tables=tuple(tables),
+        figures=tuple(figures),
+    )
+    print("\n\n".join([title, *(table.text() for table in tables)]) + "\n")
+    written = report.write(settings.out or report.default_folder(), found)
+    print(f"written: {', '.join(map(str, written))}")
+    return EXIT_OK if passed else EXIT_FAILED
+
+
+def command_line(settings: ReportSettings, prog: str) -> str:
+    """The command that measures the same again, whether its settings came from flags, environment or a file."""
+    words = prog.split()
+    for name, value in _told(settings).items():
+        if name not in settings.model_fields_set or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(flag_name(name if value else f"no_{name}"))
+        elif type(settings).model_fields[name].is_required():  # given by its place
+            words.append(str(value))
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            words.append(f"{flag_name(name)}={text}")
+    return shlex.join(words)
+
+
+def _told(settings: ReportSettings) -> dict[str, Any]:
+    """The settings that others may know: of a checkpoint or a text its name, and no folder."""
+    told = settings.model_dump(exclude=NOT_TOLD)
+    model = told.get("model")
+    if model and Path(model).is_absolute():
+        told["model"] = Path(model).name
+    return {name: value.name if isinstance(value, Path) else value for name, value in told.items()}
+
+
+def _without_path(model: ModelInfo) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.to_builtins(model).items() if name != "path"}
