@@ -22,7 +22,7 @@ ALLOWED = {
     "kernels": ("kernels",),
     "settings": (),
     "logs": (),
-    "progress": (),
+    "progress": ("logs",),
     "engine_core/control": ("engine_core/control",),
     "engine_core/kv_layout": (),
     "engine_core/errors": (),
