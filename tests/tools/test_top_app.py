@@ -100,7 +100,7 @@ async def test_no_requests_and_no_cpu_tier() -> None:
 async def test_evil_names_and_many_rows_fit_any_terminal(size: tuple[int, int]) -> None:
     names = [EVIL, "漢字" * 60, "x" * 256, "[bold red]markup[/]", "", "e\u0301" * 30]
     rows = [row(name + str(i), peer_name=name[:256], age_s=float(i)) for i in range(170) for name in names]
-    with ShowingEngine(*rows[:1000]) as engine:
+    with ShowingEngine(*rows[:1000], stats_every_s=0.5) as engine:  # as often as a real one
         engine.publish(swap_event(EVIL, "rejected", detail=EVIL))
         async with watching(engine.endpoint, size) as pilot:
             await until(pilot, lambda: len(app_of(pilot).table._entries) == 1000)
@@ -113,7 +113,7 @@ async def test_evil_names_and_many_rows_fit_any_terminal(size: tuple[int, int]) 
 
 
 async def test_it_can_be_resized_at_any_time() -> None:
-    with BusyEngine(50, stats_every_s=0.05) as engine:
+    with BusyEngine(50) as engine:
         async with watching(engine.endpoint) as pilot:
             await until_shown(pilot, "GPU KV", "events")
             await pilot.press("down", "enter")
