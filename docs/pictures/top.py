@@ -19,7 +19,7 @@ from coldblock.tools.top.app import TopApp
 
 FOLDER = Path(__file__).parent
 MODEL = "smollm2-135m"
-POOL = ("--num-gpu-blocks", "60", "--max-cpu-offload-mb", "64")
+ENGINE_FLAGS = ("--num-gpu-blocks", "60", "--max-cpu-offload-mb", "64", "--threads", "1")
 SENDERS = ("frontend:4711", "notebook")
 START_S = 60.0
 LONG_ENOUGH_S = 60.0  # for graphs with a past
@@ -38,7 +38,7 @@ async def main() -> None:
     """Start the engine, keep it busy, take the pictures."""
     resolve_model(MODEL)
     async with (
-        running_engine(MODEL, *POOL) as endpoint,
+        running_engine(MODEL, *ENGINE_FLAGS) as endpoint,
         AsyncClient(endpoint, name="top") as watcher,
         asyncio.TaskGroup() as group,
     ):
