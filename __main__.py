@@ -21,7 +21,7 @@ COMMANDS = {
     "fetch-model": ("tools.fetch_model", "fetch a known model into the cache"),
     "validate": ("tools.validate", "hold this GPU's kernels against their references"),
     "eval": ("tools.eval_kv", "what each KV format costs a model's quality: eval kv MODEL"),
-    "bench": ("tools.bench.main", "benchmarks: serve, swap, jitter, kernels; compare two reports"),
+    "bench": ("tools.bench.main", "benchmarks: serve, swap, jitter, monitor, kernels; compare two reports"),
 }
 EXIT_CODES = "0 done, 1 failed, 2 wrong usage, 3 no engine reachable, 130 interrupted"
 

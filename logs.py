@@ -47,11 +47,20 @@ def setup(level: LogLevel, log_format: LogFormat, process: str, *, exception_tex
 def tell(prog: str, text: str, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """What a command says for itself, whatever its log level: `prog: text` for people, on stderr or `stream`; a log
     event where logs are JSON, so that all of a process's lines are."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, JsonLines):
-            handler.handle(logging.LogRecord(prog, level, "", 0, text, None, None))
-            return
-    print(f"{prog}: {text}", file=stream or sys.stderr, flush=True)
+    handlers = _json_handlers()
+    for handler in handlers:
+        handler.handle(logging.LogRecord(prog, level, "", 0, text, None, None))
+    if not handlers:
+        print(f"{prog}: {text}", file=stream or sys.stderr, flush=True)
+
+
+def writes_json() -> bool:
+    """Whether this process's logs are JSON, so that nothing else may come between their lines."""
+    return bool(_json_handlers())
+
+
+def _json_handlers() -> list[logging.Handler]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler.formatter, JsonLines)]
 
 
 class HumanLines(logging.Formatter):

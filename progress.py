@@ -1,7 +1,8 @@
 """How long work shows how far it is: a bar with an ETA on a terminal, a plain line now and then anywhere else.
 
 Owns: that choice, and the look of both. Bars have no colours and vanish when the work ends; nothing is shown of work
-that ends at once, and nothing ever goes to stdout. Does not know: what the work is.
+that ends at once, and nothing ever goes to stdout. Where logs are JSON, lines are log events. Does not know: what the
+work is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from .logs import writes_json
+
 T = TypeVar("T")
 Advance = Callable[[int], object]
 
@@ -26,19 +29,10 @@ _logger = logging.getLogger(__name__)
 
 
 def draws_bars() -> bool:
-    """Whether stderr is a terminal that can redraw a line, and knows how long one is."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    """Whether stderr is a terminal that can redraw a line and knows how long one is, and is not for JSON alone."""
+    if writes_json() or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         return False
     return os.get_terminal_size(sys.stderr.fileno()).columns > 0
-
-
-def say(line: str) -> None:
-    """A line for whoever waits: in the log of a process that keeps one, else on stderr, above any bar there."""
-    if logging.getLogger().hasHandlers():
-        _logger.info("%s", line)
-    else:
-        tqdm.write(line, file=sys.stderr)
-        sys.stderr.flush()
 
 
 @contextmanager
@@ -85,7 +79,10 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
 
 class _Lines:
-    """The same without a terminal: a line every LINE_EVERY_S, and one at the end of work if there was any before."""
+    """The same without a bar: a line every LINE_EVERY_S, and one at the end of work if there was any before.
+
+    It goes into the log of a process that keeps one, else to stderr.
+    """
 
     def __init__(self, what: str, total: int, unit: str) -> None:
         self._what, self._total, self._unit = what, total, unit
@@ -113,7 +110,11 @@ class _Lines:
 
     def _tell(self, words: str) -> None:
         self._told = time.monotonic()
-        say(f"{self._what}: {words}")
+        line = f"{self._what}: {words}"
+        if logging.getLogger().hasHandlers():
+            _logger.info("%s", line)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def _amount(self) -> str:
         share = f"{self._done / self._total:.0%}"

@@ -30,6 +30,7 @@ from .control.tier_log import TierChange
 from .control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
 from .exporter import ExporterLease
 from .kv_feed import KVFeed
+from .request_ids import join_id, split_id
 
 if TYPE_CHECKING:
     from .control.scheduler import Scheduler
@@ -40,8 +41,10 @@ POLL_MS = 250
 PAUSE_S = 1.0  # a longer gap between two sweeps means that this process itself stood still
 MAX_BACKLOG = 8192  # messages kept for one peer beyond its socket's own queue
 
-State = Callable[[], messages.Stats]
-"""A snapshot taken by the step loop; called on the socket thread, it makes the message."""
+PeerName = Callable[[str], str]
+"""What the owner of a request, by engine-wide id, calls itself; "" once it has left."""
+State = Callable[[PeerName], messages.Stats]
+"""A snapshot taken by the step loop; called on the socket thread, which knows the peers, it makes the message."""
 Snapshot = Callable[["Scheduler", int], State]
 
 
@@ -327,18 +330,18 @@ class IpcPort:
                         peer, own_id = owner
                         self._write(peer.identity, messages.Refused(own_id, field, value, allowed))
                 case _Report(None, state):
-                    self._publish(sockets.TOPIC_STATS, state())
+                    self._publish(sockets.TOPIC_STATS, state(self._peer_name))
                 case _Report(identity, state):
                     self._answer(identity, state)
                 case _TierChanges(changes):
                     self._feed.tell(changes)
 
-    def _answer(self, identity: bytes, state: Callable[[], messages.Stats]) -> None:
+    def _answer(self, identity: bytes, state: State) -> None:
         """To an exporter, with the metrics only if it is the one that has them."""
         peer = self._peers.get(identity)
         if peer is None or not peer.stats_for:  # it is gone, or has said hello again since
             return
-        stats = state()
+        stats = state(self._peer_name)
         if exporter := peer.stats_for.popleft():
             metrics = stats.metrics if exporter == self._lease.holder else ()
             stats = msgspec.structs.replace(stats, exporter=self._lease.holder, metrics=metrics)
@@ -376,6 +379,10 @@ class IpcPort:
         if outputs and identity in self._peers:
             self._write(identity, messages.Tokens(tuple(outputs.values())))
 
+    def _peer_name(self, request_id: str) -> str:
+        owner = self._owners.get(request_id)
+        return owner[0].name if owner else ""
+
     def _disown(self, request_id: str) -> tuple[Peer, str] | None:
         """The owner of a request whose last word this is."""
         owner = self._owners.pop(request_id, None)
@@ -386,8 +393,9 @@ class IpcPort:
         return owner
 
     def _swap_event(self, update: SwapUpdate) -> messages.SwapEvent:
+        peer, own_id = split_id(update.request_id)
         return messages.SwapEvent(
-            request_id=own_id_of(update.request_id) if update.request_id else "",
+            request_id=own_id,
             phase=update.phase,
             reason=update.reason,
             blocks=update.blocks,
@@ -401,6 +409,7 @@ class IpcPort:
             detail=update.detail,
             queued_s=update.queued_s,
             trace=self._traces.get(update.request_id),
+            peer=peer,
         )
 
     def _publish(self, topic: bytes, message: messages.EngineMessage | messages.Stats) -> None:
@@ -434,16 +443,6 @@ class IpcPort:
                 raise
             self._forget(identity)
         return True
-
-
-def join_id(peer: bytes, session: int, own_id: str) -> str:
-    """The engine-wide id of a peer's request: no two requests ever share one, whatever ids a peer uses again."""
-    return f"{peer.hex()}/{session}/{own_id}"
-
-
-def own_id_of(request_id: str) -> str:
-    """The peer's own id in an engine-wide one."""
-    return request_id.split("/", 2)[2]
 
 
 def tokens_out(own_id: str, update: TokenUpdate | FinishedUpdate) -> messages.TokensOut:

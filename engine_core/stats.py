@@ -21,6 +21,7 @@ from .control.block_pool import PoolUse
 from .control.scheduler import Scheduler
 from .control.updates import Counters, FinishedUpdate, FinishReason, RequestView, SwapUpdate, TokenUpdate, Update
 from .device.executor import LinkPeak
+from .request_ids import split_id
 
 # fmt: off
 TTFT_BUCKETS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -154,13 +155,15 @@ class EngineStats:
             self.queued.observe(update.queued_s)
             self._bytes_in.count(now, update.bytes)
 
-    def snapshot(self, scheduler: Scheduler, peers: int) -> Callable[[], Stats]:
+    def snapshot(self, scheduler: Scheduler, peers: int) -> Callable[[Callable[[str], str]], Stats]:
         """The state at this moment. What needs time for each request is left for the call of what is returned, which
-        may come on any thread: steps wait for this method.
+        may come on any thread: steps wait for this method. That call takes what tells the name of a request's peer.
         """
         views = scheduler.requests(MAX_ROWS)
         stats = self._state(scheduler, peers)
-        return lambda: msgspec.structs.replace(stats, requests=tuple([self._row(view) for view in views]))
+        return lambda name_of: msgspec.structs.replace(
+            stats, requests=tuple([self._row(view, name_of(view.request_id)) for view in views])
+        )
 
     def _state(self, scheduler: Scheduler, peers: int) -> Stats:
         """All but the requests' rows."""
@@ -200,8 +203,8 @@ class EngineStats:
             ),
         )
 
-    def _row(self, view: RequestView) -> RequestRow:
-        peer, _, own_id = view.request_id.split("/", 2)
+    def _row(self, view: RequestView, peer_name: str) -> RequestRow:
+        peer, own_id = split_id(view.request_id)
         return RequestRow(
             request_id=own_id,
             peer=peer,
@@ -221,6 +224,7 @@ class EngineStats:
             tpot_s=view.tpot_s,
             cached_tokens=view.cached_tokens,
             recomputes=view.recomputes,
+            peer_name=peer_name,
         )
 
     def _metrics(self, scheduler: Scheduler, peers: int, gpu: TierUse, cpu: TierUse) -> list[Metric]:

@@ -204,7 +204,8 @@ class SwapEvent(Struct, frozen=True, array_like=True, tag="swap"):
     "copied_out" and "copied_in" are copies in the background, which leave the request where it is: they are published
     only, and `request_id` is empty when the blocks are nobody's any more. `blocks`/`bytes`: what this move carries (0
     for "rejected": what it would have carried is in `detail`). `seconds` and `queued_s`: the copy's duration and its
-    wait before, where one has ended, else 0. Tier use is counted after the event. `time` is Unix time.
+    wait before, where one has ended, else 0. Tier use is counted after the event. `time` is Unix time. `peer`: as in
+    `RequestRow`, since two peers may use the same `request_id`.
     """
 
     request_id: str
@@ -221,6 +222,7 @@ class SwapEvent(Struct, frozen=True, array_like=True, tag="swap"):
     detail: str = ""
     queued_s: float = 0.0
     trace: TraceContext | None = None
+    peer: str = ""
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -299,8 +301,9 @@ class CpuOffload(Struct, frozen=True):
 
 
 class RequestRow(Struct, frozen=True):
-    """One live request as a monitor shows it. `stall_s`: all its time swapped out; `stalled_s`: of the swap it is in
-    now, else 0. `ttft_s` and `tpot_s`: None until there is a first and a second token.
+    """One live request as a monitor shows it. `peer`: whose it is, an identity that no other peer of the engine has;
+    `peer_name`: what that peer calls itself, "" once it has left. `stall_s`: all its time swapped out; `stalled_s`: of
+    the swap it is in now, else 0. `ttft_s` and `tpot_s`: None until there is a first and a second token.
     """
 
     request_id: str
@@ -321,6 +324,7 @@ class RequestRow(Struct, frozen=True):
     tpot_s: float | None = None
     cached_tokens: int = 0
     recomputes: int = 0
+    peer_name: str = ""
 
 
 class Stats(Struct, frozen=True, tag="stats"):

@@ -14,6 +14,7 @@ from processes import EngineProcess, FrontendProcess, running_engine, running_fr
 from prometheus_client.parser import text_string_to_metric_families
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
+FLAGS = ("--load-format", "dummy", "--num-gpu-blocks", "8")
 HTTP = ("coldblock_http_", "coldblock_engine_up")
 
 
@@ -38,10 +39,27 @@ def engine_series(found: dict[Series, float]) -> set[Series]:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    model = write_tiny_model(tmp_path_factory.mktemp("model"))
-    with running_engine(model, "--load-format", "dummy", "--num-gpu-blocks", "8") as running:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[EngineProcess]:
+    with running_engine(model, *FLAGS) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def impatient_engine(model: Path) -> Iterator[EngineProcess]:
+    """One that soon notices when a frontend was killed."""
+    with running_engine(model, *FLAGS, "--peer-timeout-s", "3") as running:
+        yield running
+
+
+def test_a_frontend_alone_shows_all(engine: EngineProcess) -> None:
+    with running_frontend(engine.endpoint) as alone:
+        names = {name for name, _ in scrape(alone)}
+    assert {"vllm:num_requests_running", "coldblock_swapped_requests", "coldblock_http_requests_total"} <= names
 
 
 def test_two_frontends_show_each_engine_series_once(engine: EngineProcess) -> None:
@@ -62,8 +80,9 @@ def test_two_frontends_show_each_engine_series_once(engine: EngineProcess) -> No
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_when_the_exporter_ends_the_next_scrape_of_another_has_them(engine: EngineProcess, end: int) -> None:
-    with running_frontend(engine.endpoint) as second, running_frontend(engine.endpoint) as first:
+def test_when_the_exporter_ends_the_next_scrape_of_another_has_them(impatient_engine: EngineProcess, end: int) -> None:
+    endpoint = impatient_engine.endpoint
+    with running_frontend(endpoint) as second, running_frontend(endpoint) as first:
         assert engine_series(scrape(first)) and not engine_series(scrape(second))
         first.stop(end)
         wait_until(lambda: bool(engine_series(scrape(second))), timeout_s=30)
@@ -78,16 +97,8 @@ def test_a_frontend_that_was_killed_goes_on_when_it_is_back(engine: EngineProces
             assert engine_series(scrape(again))
 
 
-def test_a_frontend_alone_shows_all(engine: EngineProcess) -> None:
-    with running_frontend(engine.endpoint) as alone:
-        wait_until(lambda: bool(engine_series(scrape(alone))))  # the engine may not miss one that was killed before yet
-        found = scrape(alone)
-    names = {name for name, _ in found}
-    assert {"vllm:num_requests_running", "coldblock_swapped_requests", "coldblock_http_requests_total"} <= names
-
-
 def test_http_numbers_are_those_of_all_workers(tmp_path: Path) -> None:
-    with fake_engine(write_model(tmp_path)) as engine, running_frontend(engine.endpoint, "--workers", "3") as frontend:
+    with fake_engine(write_model(tmp_path)) as engine, running_frontend(engine.endpoint, "--workers", "2") as frontend:
         for _ in range(30):
             httpx.get(f"{frontend.url}/v1/nothing")
         series = ("coldblock_http_requests_total", (("path", "other"), ("status", "404")))

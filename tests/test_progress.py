@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import os
 import pty
@@ -38,11 +39,13 @@ def on_a_pipe(after: float, every: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
 
-def on_a_terminal(after: float, columns: int = 100, **env: str) -> tuple[str, str]:
+def on_a_terminal(
+    after: float, columns: int = 100, *, every: float = 1000, code: str = WORK, **env: str
+) -> tuple[str, str]:
     """stdout, which is a pipe, and what stderr, a terminal, shows."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    code = WORK.format(after=after, every=1000)
+    code = code.format(after=after, every=every)
     environment = {**os.environ, "TERM": "xterm", "TQDM_MININTERVAL": "0.01", **env}
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, env=environment, text=True
@@ -91,6 +94,14 @@ def test_a_terminal_gets_no_bar_of_short_work_or_that_it_cannot_draw(
 ) -> None:
     _, shown = on_a_terminal(after, columns, **env)
     assert "|" not in shown
+
+
+def test_a_terminal_for_json_gets_no_bar_and_lines_that_are_events() -> None:
+    setup = 'from coldblock.logs import setup, tell\nsetup("info", "json", "engine")\ntell("engine", "ready")\n'
+    shown = on_a_terminal(after=0, every=0.001, code=setup + WORK)[1]
+    messages = [json.loads(line)["message"] for line in shown.splitlines()]
+    assert messages[0] == "ready" and messages[1].startswith("counting: 1 of 4 sheeps (25%)")
+    assert "starting: 00:00, nearly there" in messages
 
 
 def test_a_process_that_keeps_a_log_says_it_there(

@@ -21,8 +21,8 @@ MODEL = "smollm2-135m"
 ENGINE_FLAGS = ("--num-gpu-blocks", "24", "--max-model-len", "512", "--max-cpu-offload-mb", "24", "--threads", "1")
 CHROMIUM = {"executable_path": "/usr/bin/chromium", "args": ["--no-sandbox", "--disable-gpu", "--disable-quic"]}
 WATCH_S = 40
-ASK_EVERY_S = 3.0
-MOST_AT_ONCE = 6
+ASK_EVERY_S = 1.0
+MOST_AT_ONCE = 5
 QUESTIONS = (
     "Explain what a hash table is and what it is good for.",
     "Why is the sky blue, and why is the sunset red?",
@@ -42,7 +42,7 @@ async def keep_asking(http: httpx.AsyncClient) -> None:
         places.release()
 
     async with asyncio.TaskGroup() as chats:
-        for question, tokens in zip(itertools.cycle(QUESTIONS), itertools.cycle((160, 90, 200)), strict=False):
+        for question, tokens in zip(itertools.cycle(QUESTIONS), itertools.cycle((220, 140, 300)), strict=False):
             await places.acquire()
             chats.create_task(ask(question, tokens))
             await asyncio.sleep(ASK_EVERY_S)

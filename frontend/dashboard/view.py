@@ -67,6 +67,7 @@ class Move(Struct, frozen=True):
     """A swap event, or a copy in the background, as the page's timelines and log show it."""
 
     time: float
+    peer: str
     request_id: str
     phase: str
     reason: str
@@ -114,6 +115,7 @@ def move(event: SwapEvent) -> bytes:
     return encode(
         Move(
             event.time,
+            event.peer,
             event.request_id,
             event.phase,
             event.reason,

@@ -288,6 +288,7 @@ def test_stats_of_an_engine_show_its_link_and_a_requests_latencies(engine: Engin
     assert stats.cpu.total == stats.model.num_cpu_blocks > 0
     (row,) = stats.requests
     assert row.ttft_s is not None and 0 <= row.queue_s <= row.ttft_s <= row.age_s
+    assert row.peer_name == "client" and bytes.fromhex(row.peer)
 
 
 # ---------------------------------------------------------------- the end of things

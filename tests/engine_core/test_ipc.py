@@ -14,6 +14,7 @@ from coldblock.engine_core.commands import Add, Cancel, Command
 from coldblock.engine_core.control.plan import SampledToken
 from coldblock.engine_core.control.updates import FinishedUpdate, SwapUpdate, TokenUpdate, Update
 from coldblock.engine_core.ipc import IpcPort
+from coldblock.engine_core.request_ids import split_id
 from coldblock.protocol import sockets
 from coldblock.protocol.codec import decode_from_engine, encode, pack_tokens, unpack_tokens
 from coldblock.protocol.messages import (
@@ -132,7 +133,7 @@ def test_a_swap_event_keeps_its_place_between_the_tokens(port: IpcPort, peer: Pe
     port.updates([token(a, 1), token(b, 2), swap(a), token(a, 3)])
     assert peer.outputs() == [("a", [1], None), ("b", [2], None)]
     event = peer.receive()
-    assert isinstance(event, SwapEvent) and event.request_id == "a"
+    assert isinstance(event, SwapEvent) and (event.peer, event.request_id) == split_id(a)
     assert peer.outputs() == [("a", [3], None)]
 
 
@@ -166,6 +167,14 @@ def test_copies_in_the_background_are_published_and_disturb_no_stream(
     event = published[-2]
     assert (event.request_id, event.phase, event.reason) == ("a", "copied_out", "write_behind")
     assert (event.blocks, event.seconds, event.queued_s) == (2, 0.5, 0.25)
+    assert event.peer and not published[-1].peer
+
+
+def test_a_requests_owner_is_known_by_name_until_it_leaves(port: IpcPort, peer: Peer) -> None:
+    a = peer.submit("a")
+    assert port._peer_name(a) == "peer"
+    peer.hello()
+    assert port._peer_name(a) == ""
 
 
 def test_a_refused_and_a_finished_id_may_be_used_again(port: IpcPort, peer: Peer) -> None:

@@ -71,10 +71,10 @@ def test_copies_are_shown_by_the_half_second_and_against_the_links_peak() -> Non
         (0.6, "copied_in", 5000),
     ):
         stats.updated([copied(phase, size)], now)  # type: ignore[arg-type]
-    link = stats.snapshot(harness.scheduler, 0)().link
+    link = stats.snapshot(harness.scheduler, 0)(str.upper).link
     assert (link.out_bytes_per_s, link.in_bytes_per_s) == (pytest.approx(6000 / 0.6), pytest.approx(0.0))
     now = 1.1
-    link = stats.snapshot(harness.scheduler, 0)().link
+    link = stats.snapshot(harness.scheduler, 0)(str.upper).link
     assert (link.out_bytes_per_s, link.in_bytes_per_s) == (0.0, pytest.approx(6000 / 0.6))
     assert (link.peak_out_bytes_per_s, link.peak_in_bytes_per_s) == (50e9, 40e9)
 
@@ -89,7 +89,7 @@ def test_a_snapshot_shows_both_tiers_and_the_way_of_each_request() -> None:
     harness.add("peer/1/c", range(33), 60)
     harness.run_until(lambda: bool(harness.phases("swapped")) and not harness.scheduler.gpu_use().in_flight)
     harness.clock.now += 0.5
-    shown = stats.snapshot(harness.scheduler, 3)()
+    shown = stats.snapshot(harness.scheduler, 3)(str.upper)
     gpu, cpu = harness.scheduler.gpu_use(), harness.scheduler.cpu_use()
     assert shown.gpu == TierUse(8, gpu.used, gpu.cached, 0, gpu.free, shared=2)
     assert shown.cpu == TierUse(16, cpu.used, cpu.cached, 0, cpu.free) and shown.cpu.used > 0
@@ -97,6 +97,7 @@ def test_a_snapshot_shows_both_tiers_and_the_way_of_each_request() -> None:
     assert shown.link == LinkUse(counters.offload_blocks * 1000, 0, 0.0, 0.0, 50e9, 40e9)
     rows = {row.request_id: row for row in shown.requests}
     assert rows.keys() == {"a", "b", "c"} and {row.peer for row in rows.values()} == {"peer"}
+    assert rows["a"].peer_name == "PEER/1/A"
     assert rows["c"].state == "waiting" and rows["c"].queue_s == rows["c"].age_s > rows["a"].queue_s
     assert (rows["c"].ttft_s, rows["c"].tpot_s, rows["c"].stalled_s) == (None, None, 0.0)
     (out,) = [row for row in rows.values() if row.state == "swapped"]

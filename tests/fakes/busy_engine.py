@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from coldblock.protocol.messages import CpuOffload, LinkUse, RequestRow, Stats, SwapEvent, TierUse
-from fake_engine import MODEL, FakeEngine, swap_event
+from fake_engine import MODEL, PEER, FakeEngine, swap_event
 
 SWAP_STATES = {3: "swapping_out", 4: "swapped", 5: "swapped", 6: "swapped", 7: "swapping_in"}
 PHASES = {3: "swapping_out", 4: "swapped", 7: "swapping_in", 8: "resumed"}
@@ -65,7 +65,7 @@ class BusyEngine(FakeEngine):
         blocks, swapped = min(39, 4 + tokens // 16), state == "swapped"
         return RequestRow(
             request_id=f"chatcmpl-{i:04d}",
-            peer="frontend-1" if i % 3 else "notebook",
+            peer=PEER,
             state=state,
             prompt_tokens=64 + i,
             generated_tokens=tokens,
@@ -80,6 +80,7 @@ class BusyEngine(FakeEngine):
             queue_s=0.01 * i,
             ttft_s=0.02 * i + 0.2,
             tpot_s=0.02 + 0.001 * ((self.tick + i) % 17),
+            peer_name="frontend:4711" if i % 3 else "notebook",
         )
 
     def _events(self) -> list[SwapEvent]:

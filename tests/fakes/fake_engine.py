@@ -72,10 +72,15 @@ MODEL = ModelInfo(
     num_cpu_blocks=64,
 )
 
+PEER = "006b8b4567"
+"""The identity of a peer, as events and rows tell it."""
+
 
 def swap_event(request_id: str = "", phase: Any = "swapped", **changes: Any) -> SwapEvent:
     """A plausible swap event."""
-    event = SwapEvent(request_id, phase, "growth", 3, 3 * 589824, 0.0015, 60, 64, 3 * 589824, 2**31, time.time())
+    event = SwapEvent(
+        request_id, phase, "growth", 3, 3 * 589824, 0.0015, 60, 64, 3 * 589824, 2**31, time.time(), peer=PEER
+    )
     return msgspec.structs.replace(event, **changes)
 
 
@@ -199,7 +204,7 @@ class FakeEngine:
         rows = tuple(
             RequestRow(
                 request_id=request_id,
-                peer=self._peers.get(peer, ""),
+                peer=peer.hex(),
                 state="decode",
                 prompt_tokens=run.prompt_tokens,
                 generated_tokens=run.made,
@@ -209,6 +214,7 @@ class FakeEngine:
                 stall_s=0.0,
                 age_s=0.1,
                 priority=run.submit.priority,
+                peer_name=self._peers.get(peer, ""),
             )
             for (peer, request_id), run in self._running.items()
         )
@@ -322,7 +328,7 @@ class FakeEngine:
             self._running.pop(key, None)
         else:
             event = swap_event(phase=item) if isinstance(item, str) else item
-            event = msgspec.structs.replace(event, request_id=request_id)
+            event = msgspec.structs.replace(event, request_id=request_id, peer=peer.hex())
             self._send(peer, event)
             self._pub.send_multipart([TOPIC_SWAP, encode(event)])
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 from coldblock.protocol.messages import CpuOffload, LinkUse, RequestRow, Stats, TierUse
-from fake_engine import MODEL, FakeEngine
+from fake_engine import MODEL, PEER, FakeEngine
 
-_ROW = RequestRow("req-a", "chat", "decode", 40, 12, 4, 0, 1, 0.25, 2.5, 0, ttft_s=0.5, tpot_s=0.02)
+_ROW = RequestRow("req-a", PEER, "decode", 40, 12, 4, 0, 1, 0.25, 2.5, 0, ttft_s=0.5, tpot_s=0.02, peer_name="chat")
 
 
 def row(request_id: str = "req-a", **changes: Any) -> RequestRow:

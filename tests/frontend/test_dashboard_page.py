@@ -12,11 +12,13 @@ import msgspec
 import pytest
 from browser import chromium, opened
 from coldblock.protocol.messages import CpuOffload, LinkUse, Metric, RequestRow, Sample, Stats, SwapEvent, TierUse
-from fake_engine import FakeEngine, swap_event
+from fake_engine import PEER, FakeEngine, swap_event
 from frontend_kit import Server, fake_engine, serving, wait_until
 from playwright.sync_api import Browser, Page, expect
 
-ROW = RequestRow("request-a", "peer-1", "decode", 40, 12, 4, 3, 1, 0.25, 10.0, 0, queue_s=2.0, ttft_s=5.0, tpot_s=0.05)
+ROW = RequestRow(
+    "request-a", PEER, "decode", 40, 12, 4, 3, 1, 0.25, 10.0, 0, queue_s=2.0, ttft_s=5.0, tpot_s=0.05, peer_name="chat"
+)
 TTFT = "vllm:time_to_first_token_seconds"
 
 
@@ -187,13 +189,16 @@ def test_what_was_before_the_page_looked_is_not_made_up(browser: Browser, stage:
 
 def test_an_id_that_two_peers_use_gets_no_swap_of_the_other(browser: Browser, stage: tuple[Server, Publisher]) -> None:
     server, publisher = stage
-    rows = tuple(msgspec.structs.replace(ROW, peer=peer, swaps=0) for peer in ("one", "two"))
+    rows = tuple(msgspec.structs.replace(ROW, peer=peer, peer_name=peer, swaps=0) for peer in ("one", "two"))
     publisher.changes = {"requests": rows, "running": 2}
     with opened(browser, f"{server.url}/dashboard") as page:
         expect(page.locator(".lane")).to_have_count(2)
-        publisher.events(swap_event("request-a", "swapped"))
-        expect(page.locator("[data-part=moves] tr")).to_have_count(1)
-        expect(page.locator(".mark")).to_have_count(0)
+        publisher.events(
+            swap_event("request-a", "swapped", peer="three"), swap_event("request-a", "swapped", peer="two")
+        )
+        expect(page.locator(".mark")).to_have_count(1)
+        expect(page.locator(".requests tbody tr", has_text="two").locator(".mark")).to_have_count(1)
+        expect(page.locator("[data-part=moves] tr")).to_have_count(2)
 
 
 def test_latencies_are_those_of_the_last_minutes_or_else_all(browser: Browser, stage: tuple[Server, Publisher]) -> None:
@@ -253,7 +258,8 @@ def test_names_that_others_made_up_stay_text(browser: Browser, model_folder: Pat
         with serving(engine) as server, Publisher(engine) as publisher:
             publisher.changes = {
                 "requests": tuple(
-                    msgspec.structs.replace(ROW, request_id=name, peer=name, state=name) for name in HOSTILE
+                    msgspec.structs.replace(ROW, request_id=name, peer=name, peer_name=name, state=name)
+                    for name in HOSTILE
                 )
             }
             with opened(browser, f"{server.url}/dashboard") as page:
@@ -378,7 +384,7 @@ def test_a_narrow_window_is_not_wider_than_itself(
     browser: Browser, stage: tuple[Server, Publisher], width: int
 ) -> None:
     server, publisher = stage
-    publisher.changes = {"requests": (msgspec.structs.replace(ROW, request_id="x" * 256, peer="y" * 256),)}
+    publisher.changes = {"requests": (msgspec.structs.replace(ROW, request_id="x" * 256, peer_name="y" * 256),)}
     viewport = {"width": width, "height": 700}
     with opened(browser, f"{server.url}/dashboard", viewport=viewport) as page:
         expect(page.locator(".lane")).to_be_visible()

@@ -16,7 +16,7 @@ from coldblock.tools import terminal
 from coldblock.tools.top import main as top
 from coldblock.tools.top import plain
 from coldblock.tools.top.history import History
-from fake_engine import FakeEngine
+from fake_engine import PEER, FakeEngine
 from showing_engine import ShowingEngine, row, snapshot
 
 TOP = [sys.executable, "-m", "coldblock", "top"]
@@ -36,7 +36,7 @@ def rendered(*rows: object, **changes: object) -> list[str]:
 
 def test_text_shows_tiers_and_requests_with_ids_in_full() -> None:
     long_id = "chatcmpl-" + "0123456789abcdef" * 4
-    lines = rendered(row(), row(long_id, peer="web", state="swapped", stalled_s=1.5))
+    lines = rendered(row(), row(long_id, peer_name="web", state="swapped", stalled_s=1.5))
     assert lines[0].startswith("coldblock top  fake-model on cpu  up 1 min 15 s  KV fp16")
     assert "28 used 4 shared 16 cached 8 moving 8 free" in lines[1]
     assert lines[6].split()[:3] == ["REQUEST", "FRONTEND", "STATE"]
@@ -54,10 +54,11 @@ def test_text_of_nothing_and_of_no_cpu_tier() -> None:
 
 def test_names_cannot_steer_the_terminal() -> None:
     evil = "\x1b[2J\x1b]0;owned\x07\nroot"
-    lines = rendered(row(evil, peer=evil), row("漢字"))
-    assert len(lines) == 9  # no line of its own for what follows its newline
+    lines = rendered(row(evil, peer_name=evil), row("left", peer_name=""), row("漢字"))
+    assert len(lines) == 10  # no line of its own for what follows its newline
     assert all(line.isprintable() for line in lines)
-    assert [terminal.columns_of(line) for line in lines[6:9]] == [terminal.columns_of(lines[6])] * 3
+    assert [terminal.columns_of(line) for line in lines[6:10]] == [terminal.columns_of(lines[6])] * 4
+    assert lines[8].split()[:2] == ["left", PEER]
 
 
 def test_once_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +77,7 @@ def test_once_json_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None
         assert top.main(["--endpoint", engine.endpoint, "--once", "--json"]) == 0
     stats = json.loads(capsys.readouterr().out)
     assert stats["engine_id"] == engine.engine_id
-    assert [row["peer"] for row in stats["requests"]] == ["me"]
+    assert [row["peer_name"] for row in stats["requests"]] == ["me"]
 
 
 def test_batch_prints_so_many_and_rates_from_the_second_on(capsys: pytest.CaptureFixture[str]) -> None:

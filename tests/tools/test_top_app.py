@@ -17,7 +17,7 @@ from coldblock.protocol.messages import CpuOffload, Goodbye, Hello, LinkUse, Pin
 from coldblock.tools.top import feed
 from coldblock.tools.top.app import TopApp
 from coldblock.tools.top.widgets import Panel, RequestTable
-from fake_engine import swap_event
+from fake_engine import PEER, swap_event
 from processes import running_engine, write_tiny_model
 from showing_engine import ShowingEngine, row
 from terminals import Terminal
@@ -75,7 +75,7 @@ def shown_ids(pilot: Pilot[None]) -> list[str]:
 
 
 async def test_header_table_and_events_are_shown() -> None:
-    with ShowingEngine(row(), row("req-b", peer="web", state="swapped", stalled_s=1.5)) as engine:
+    with ShowingEngine(row(), row("req-b", peer_name="web", state="swapped", stalled_s=1.5)) as engine:
         async with watching(engine.endpoint) as pilot:
             await until_shown(pilot, "req-a", "● decode", "req-b", "■ swapped", "1.50 s", "● live")
             engine.publish(swap_event("req-b", "swapped"))
@@ -99,8 +99,8 @@ async def test_no_requests_and_no_cpu_tier() -> None:
 @pytest.mark.parametrize("size", [(160, 46), (80, 24), (40, 12), (20, 5), (5, 2), (1, 1)])
 async def test_evil_names_and_many_rows_fit_any_terminal(size: tuple[int, int]) -> None:
     names = [EVIL, "漢字" * 60, "x" * 256, "[bold red]markup[/]", "", "e\u0301" * 30]
-    rows = [row(name + str(i), peer=name[:256], age_s=float(i)) for i in range(170) for name in names]
-    with ShowingEngine(*rows[:1000]) as engine:
+    rows = [row(name + str(i), peer_name=name[:256], age_s=float(i)) for i in range(170) for name in names]
+    with ShowingEngine(*rows[:1000], stats_every_s=0.5) as engine:  # as often as a real one
         engine.publish(swap_event(EVIL, "rejected", detail=EVIL))
         async with watching(engine.endpoint, size) as pilot:
             await until(pilot, lambda: len(app_of(pilot).table._entries) == 1000)
@@ -113,7 +113,7 @@ async def test_evil_names_and_many_rows_fit_any_terminal(size: tuple[int, int]) 
 
 
 async def test_it_can_be_resized_at_any_time() -> None:
-    with BusyEngine(50, stats_every_s=0.05) as engine:
+    with BusyEngine(50) as engine:
         async with watching(engine.endpoint) as pilot:
             await until_shown(pilot, "GPU KV", "events")
             await pilot.press("down", "enter")
@@ -187,7 +187,7 @@ async def test_selection_stays_with_its_request_and_details_show_its_course() ->
         await until_shown(pilot, "queue 0 ms", "s  ▼ swapped out")
         engine.requests = (row("req-3", age_s=99.0, state="swapped"), *engine.requests[:2])
         await until(pilot, lambda: shown_ids(pilot)[0] == "req-3")
-        assert app_of(pilot).table.selected == ("chat", "req-3")
+        assert app_of(pilot).table.selected == (PEER, "req-3")
         engine.requests = engine.requests[1:]
         await until_shown(pilot, "gone since")
         await pilot.press("escape")
@@ -198,7 +198,7 @@ async def test_a_click_selects_and_a_second_one_opens() -> None:
     async with three_requests() as (_, pilot):
         at = (4, next(i for i, line in enumerate(lines(pilot)) if "req-3" in line))
         await pilot.click(offset=at)
-        assert app_of(pilot).table.selected == ("chat", "req-3")
+        assert app_of(pilot).table.selected == (PEER, "req-3")
         assert not app_of(pilot).query_one("#detail", Panel).display
         await pilot.click(offset=at)
         await until_shown(pilot, "queue", "recomputed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coldblock.tools.top.history import ENDED_TRACKS, UNSEEN, History
-from fake_engine import swap_event
+from fake_engine import PEER, swap_event
 from showing_engine import row, snapshot
 
 
@@ -17,7 +17,7 @@ def texts(history: History) -> list[str]:
     return [moment.text for moment in history.frame().log]
 
 
-def states(history: History, key: tuple[str, str] = ("chat", "req-a")) -> list[tuple[float, str]]:
+def states(history: History, key: tuple[str, str] = (PEER, "req-a")) -> list[tuple[float, str]]:
     track = history.track(key)
     assert track is not None
     return [(change.time, change.state) for change in track.changes]
@@ -25,9 +25,9 @@ def states(history: History, key: tuple[str, str] = ("chat", "req-a")) -> list[t
 
 def test_tokens_per_second_come_from_two_snapshots(history: History) -> None:
     history.snapshot(snapshot(row(generated_tokens=10), time=1000.0))
-    assert history.frame().rates["chat", "req-a"] is None
+    assert history.frame().rates[PEER, "req-a"] is None
     history.snapshot(snapshot(row(generated_tokens=25), time=1000.5))
-    assert history.frame().rates["chat", "req-a"] == 30.0
+    assert history.frame().rates[PEER, "req-a"] == 30.0
 
 
 def test_the_past_is_one_value_a_snapshot(history: History) -> None:
@@ -55,17 +55,19 @@ def test_swap_events_give_the_course_its_times(history: History) -> None:
     assert states(history)[-4:] == [
         (1000.1, "swapping_out"), (1000.2, "swapped"), (1001.0, "swapping_in"), (1001.1, "decode"),
     ]  # fmt: skip
-    track = history.track(("chat", "req-a"))
+    track = history.track((PEER, "req-a"))
     assert track is not None and [m.kind for m in track.moments][-1] == "resumed"
     history.swap(swap_event("req-a", "swapping_out", time=999.0))  # another clock: never back in time
     assert states(history)[-1] == (1001.1, "swapping_out")
 
 
-def test_an_event_of_an_id_that_two_peers_use_is_nobodys(history: History) -> None:
+def test_an_event_of_an_id_that_two_peers_use_is_its_own_peers(history: History) -> None:
     history.snapshot(snapshot(row(peer="a"), row(peer="b")))
-    history.swap(swap_event("req-a", "swapped", time=1001.0))
+    history.swap(swap_event("req-a", "swapped", peer="b", time=1001.0))
     assert "swapped" not in [state for _, state in states(history, ("a", "req-a"))]
-    assert "req-a swapped out" in texts(history)[-1]
+    assert states(history, ("b", "req-a"))[-1] == (1001.0, "swapped")
+    history.swap(swap_event("req-a", "swapped", peer="c", time=1002.0))  # in no snapshot yet
+    assert [moment.key for moment in history.frame().log][-2:] == [("b", "req-a"), ("c", "req-a")]
 
 
 def test_copies_in_the_background_share_a_line(history: History) -> None:
@@ -90,7 +92,7 @@ def test_a_restart_is_said_and_ends_what_was_known(history: History) -> None:
     assert [text.split(":")[0] for text in texts(history)] == [
         "connected to fake-model on cpu", "no engine answers", "the engine was restarted",
     ]  # fmt: skip
-    track = history.track(("chat", "req-a"))
+    track = history.track((PEER, "req-a"))
     assert track is not None and track.ended_at == 1000.0
     assert history.frame().away == "" and len(history.frame().past.step_ms) == 1
 
@@ -100,29 +102,29 @@ def test_the_same_engine_that_answers_again_is_no_restart(history: History) -> N
     history.lost(1001.0, "no snapshot for 5 s")
     history.snapshot(snapshot(row(age_s=12.5), time=1010.0))
     assert texts(history)[-1].startswith("connected to")
-    track = history.track(("chat", "req-a"))
+    track = history.track((PEER, "req-a"))
     assert track is not None and track.ended_at is None
 
 
 def test_an_id_that_is_used_again_is_another_request(history: History) -> None:
     history.snapshot(snapshot(row(age_s=50.0)))
     history.snapshot(snapshot(row(age_s=0.2), time=1000.5))
-    track = history.track(("chat", "req-a"))
+    track = history.track((PEER, "req-a"))
     assert track is not None and track.arrived_at == pytest.approx(1000.3)
 
 
 def test_a_recompute_is_a_moment(history: History) -> None:
     history.snapshot(snapshot(row()))
     history.snapshot(snapshot(row(recomputes=1), time=1000.5))
-    track = history.track(("chat", "req-a"))
+    track = history.track((PEER, "req-a"))
     assert track is not None and track.moments[-1].kind == "recomputed"
 
 
 def test_requests_that_ended_are_remembered_but_not_for_ever(history: History) -> None:
     for i in range(ENDED_TRACKS + 50):
         history.snapshot(snapshot(row(f"req-{i}"), time=1000.0 + i))
-    assert history.track(("chat", "req-10")) is None
-    assert history.track(("chat", f"req-{ENDED_TRACKS + 40}")) is not None
+    assert history.track((PEER, "req-10")) is None
+    assert history.track((PEER, f"req-{ENDED_TRACKS + 40}")) is not None
 
 
 def test_names_cannot_steer_the_terminal(history: History) -> None:

@@ -9,7 +9,7 @@ from coldblock.protocol.messages import CpuOffload, LinkUse, RequestRow, TierUse
 from coldblock.tools.top import panels
 from coldblock.tools.top.columns import COLUMNS, GAP, Entry, Order, entries, fitting, seconds_text
 from coldblock.tools.top.history import Frame, History
-from fake_engine import MODEL, swap_event
+from fake_engine import MODEL, PEER, swap_event
 from showing_engine import row, snapshot
 
 
@@ -26,7 +26,7 @@ def text(line: panels.Line) -> str:
 # ---------------------------------------------------------------- bars and graphs
 
 
-@pytest.mark.parametrize(("used", "width"), itertools.product(range(0, 65, 7), (1, 7, 20, 60)))
+@pytest.mark.parametrize(("used", "width"), list(itertools.product(range(0, 65, 7), (1, 7, 20, 60))))
 def test_a_bar_always_has_its_width(used: int, width: int) -> None:
     rest = 64 - used
     use = TierUse(64, used, rest // 3, rest // 5, rest - rest // 3 - rest // 5, used // 2)
@@ -108,7 +108,7 @@ def watched() -> History:
 
 
 def test_the_course_shows_each_state_for_as_long_as_it_lasted() -> None:
-    track = watched().track(("chat", "req-a"))
+    track = watched().track((PEER, "req-a"))
     assert track is not None
     cells, ruler, legend = panels.course(track, 1010.0, 20)
     assert text(cells) == "··▒▒▒███████▁▁▁▁████"
@@ -117,7 +117,7 @@ def test_the_course_shows_each_state_for_as_long_as_it_lasted() -> None:
 
 
 def test_a_paused_screen_shows_no_more_than_was_known_then() -> None:
-    track = watched().track(("chat", "req-a"))
+    track = watched().track((PEER, "req-a"))
     assert track is not None
     assert "▁" not in text(panels.course(track, 1001.0, 20)[0])
     lines = panels.detail(Entry(track.row, MODEL, None), track, 1003.0, 120, 14)
@@ -128,7 +128,7 @@ def test_a_paused_screen_shows_no_more_than_was_known_then() -> None:
 def test_details_name_everything_and_say_when_a_request_is_gone() -> None:
     history = watched()
     history.snapshot(snapshot(time=1011.0))
-    track = history.track(("chat", "req-a"))
+    track = history.track((PEER, "req-a"))
     assert track is not None
     lines = [text(line) for line in panels.detail(Entry(track.row, MODEL, 12.5), track, 1020.0, 100, 16)]
     everything = "\n".join(lines)
@@ -156,7 +156,7 @@ def test_what_80_columns_show_and_what_a_wide_terminal_does() -> None:
     assert [c.title for c, _ in fitting(80, "STALL")] == [
         "REQUEST", "STATE", "PROMPT", "NEW", "GPU", "CPU", "SWAPS", "OUT NOW", "STALL",
     ]  # fmt: skip
-    assert [c for c, _ in fitting(144, "STALL")] == list(COLUMNS)
+    assert [c for c, _ in fitting(148, "STALL")] == list(COLUMNS)
 
 
 def test_every_title_has_room_for_the_sign_of_the_order() -> None:
@@ -172,7 +172,7 @@ def test_percent(part: float, whole: float, text: str) -> None:
 
 def test_every_cell_fits_its_column() -> None:
     entry = Entry(
-        row("r", peer="p", state="swapping_out", prompt_tokens=131072, generated_tokens=99999, gpu_blocks=99999,
+        row("r", peer_name="p", state="swapping_out", prompt_tokens=131072, generated_tokens=99999, gpu_blocks=99999,
             cpu_blocks=99999, swaps=99999, stall_s=99999.0, stalled_s=999.4, age_s=59999.0, ttft_s=99.96, tpot_s=9.996,
             priority=-999),
         MODEL, 9999.9,
@@ -188,9 +188,9 @@ def test_durations_are_short(seconds: float | None) -> None:
 
 def test_rows_are_sorted_and_filtered() -> None:
     shown = frame(
-        row("a", stall_s=1.0, peer="chat", ttft_s=None),
-        row("b", stall_s=3.0, peer="web", state="swapped", ttft_s=2.0),
-        row("c", stall_s=2.0, peer="Web", ttft_s=1.0),
+        row("a", stall_s=1.0, peer_name="chat", ttft_s=None),
+        row("b", stall_s=3.0, peer_name="web", state="swapped", ttft_s=2.0),
+        row("c", stall_s=2.0, peer_name="Web", ttft_s=1.0),
     )
 
     def ids(order: Order, pattern: str = "") -> str:

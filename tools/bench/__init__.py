@@ -1,1 +1,1 @@
-"""Benchmarks. Each writes one JSON file and one PNG plot, with the machine described."""
+"""Benchmarks. Each writes one JSON file and one HTML page, with the machine described."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ...progress import say
+from ...logs import tell
 from ...protocol.messages import SwapEvent
 from ..children import run_until_signal
 from .command import conclude, run_command
@@ -60,9 +60,9 @@ def run(settings: JitterSettings) -> int:
 async def measure(settings: JitterSettings) -> int:
     """Measure with both pools, then report."""
     small_pool, large_pool = settings.pools(POOL_SHARE)
-    say(f"{PROG}: {settings.requests} requests, {large_pool} blocks: no pressure ...")
+    tell(PROG, f"{settings.requests} requests, {large_pool} blocks: no pressure ...")
     calm = await observe(settings, settings.kv_cache_dtype, large_pool)
-    say(f"{PROG}: {settings.requests} requests, {small_pool} blocks: pressure ...")
+    tell(PROG, f"{settings.requests} requests, {small_pool} blocks: pressure ...")
     pressed = await observe(settings, settings.kv_cache_dtype, small_pool)
     results, model = summarize(calm, pressed), pressed.model
     title = (

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ...progress import say
+from ...logs import tell
 from ...protocol.client import AsyncClient
 from ...protocol.messages import ModelInfo, Stats
 from ..children import run_until_signal
@@ -75,7 +75,7 @@ async def measure(settings: MonitorSettings) -> int:
         for number in range(settings.rounds):
             for with_subscribers in (number % 2 > 0, number % 2 == 0):
                 who = f"{settings.subscribers} subscribers and two stuck ones" if with_subscribers else "nobody watches"
-                say(f"{PROG}: round {number + 1} of {settings.rounds}: {who} ...")
+                tell(PROG, f"round {number + 1} of {settings.rounds}: {who} ...")
                 if with_subscribers:
                     async with subscribers(endpoint, settings.subscribers):
                         watched.append(await load(client, model, settings, who))

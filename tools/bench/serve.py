@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
-from ...progress import say
+from ...logs import tell
 from ...protocol.client import AsyncClient
 from ...protocol.messages import ModelInfo
 from ...settings import UsageError
@@ -173,7 +173,7 @@ async def sweep(client: AsyncClient, model: ModelInfo, settings: ServeSettings) 
         prompts = random_prompts(settings.seed + concurrency, count + concurrency, settings.prompt_tokens, model)
         sampling = greedy(settings.new_tokens)
         what = f"concurrency {concurrency}"
-        say(f"{PROG}: {what}, {count} requests of {settings.prompt_tokens} + {settings.new_tokens} tokens ...")
+        tell(PROG, f"{what}, {count} requests of {settings.prompt_tokens} + {settings.new_tokens} tokens ...")
         timelines, seconds = await timed_load(client, prompts[:count], sampling, concurrency, what)
         wave, _ = await timed_load(client, prompts[count:], sampling, concurrency, f"{what}, one wave")
         levels.append(summarize_level(timelines, seconds, wave, settings.prompt_tokens))
@@ -200,13 +200,13 @@ def summarize_level(
 
 async def compare(client: AsyncClient, model: ModelInfo, settings: ServeSettings) -> list[Versus]:
     """Decode at every concurrency and one prefill, ours and the peer's in turn on the same prompts."""
-    say(f"{PROG}: loading the same weights into transformers (bf16) ...")
+    tell(PROG, "loading the same weights into transformers (bf16) ...")
     # the peer works on a thread, so that our heartbeats go on and the engine does not take us for gone
     peer = await asyncio.to_thread(TransformersPeer, Path(model.path))
     await asyncio.to_thread(peer.generate, random_prompts(settings.seed, 1, settings.prompt_tokens, model), 4)
     rows = []
     for concurrency in settings.concurrency:
-        say(f"{PROG}: concurrency {concurrency}, {settings.rounds} rounds each ...")
+        tell(PROG, f"concurrency {concurrency}, {settings.rounds} rounds each ...")
         ours, theirs = [], []
         for turn in range(settings.rounds):
             seed = settings.seed + 1000 * concurrency + turn
@@ -225,7 +225,7 @@ async def compare_prefill(
     client: AsyncClient, model: ModelInfo, peer: TransformersPeer, settings: ServeSettings
 ) -> Versus:
     """Prompt tokens per second of one long prompt: ours from submission to the first token."""
-    say(f"{PROG}: prefill of {PREFILL_TOKENS} tokens, {settings.rounds} rounds each ...")
+    tell(PROG, f"prefill of {PREFILL_TOKENS} tokens, {settings.rounds} rounds each ...")
     prompts = random_prompts(settings.seed + 7, settings.rounds + 1, PREFILL_TOKENS, model)
     ours, theirs = [], []
     for prompt in prompts:
@@ -253,7 +253,7 @@ async def http_overhead(
     client: AsyncClient, endpoint: str, model: ModelInfo, settings: ServeSettings
 ) -> dict[str, float]:
     """Seconds that HTTP streaming adds to a token: pairs of requests at once, one of each kind, in the same steps."""
-    say(f"{PROG}: HTTP against the client library, {HTTP_PAIRS} pairs of requests ...")
+    tell(PROG, f"HTTP against the client library, {HTTP_PAIRS} pairs of requests ...")
     prompts = random_prompts(settings.seed + 11, 2 * HTTP_PAIRS + 1, settings.prompt_tokens, model)
     added: list[float] = []
     async with running_frontend(endpoint) as address:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from ...progress import say
+from ...logs import tell
 from ...protocol.messages import ModelInfo
 from ..children import run_until_signal
 from . import swap_load, swap_long, swap_pairs, swap_prefix
@@ -73,7 +73,7 @@ async def measure(settings: SwapSettings) -> int:
     models: dict[str, ModelInfo] = {}
     work = [(case, kv_cache_dtype) for case in settings.cases.split(",") for kv_cache_dtype in settings.formats]
     for number, (case, kv_cache_dtype) in enumerate(work, 1):
-        say(f"{PROG}: {number}/{len(work)}: {case}, {kv_cache_dtype} ...")
+        tell(PROG, f"{number}/{len(work)}: {case}, {kv_cache_dtype} ...")
         result, models[kv_cache_dtype] = await CASES[case].measure(kv_cache_dtype, settings)
         found.setdefault(case, []).append(result)
     results: dict[str, Any] = {

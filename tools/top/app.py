@@ -22,7 +22,7 @@ from ..terminal import human_seconds, safe, shorten
 from . import panels
 from .columns import COLUMNS, STATES, Entry, Order, entries
 from .feed import listen
-from .history import Frame, History
+from .history import Frame, History, key_of
 from .panels import Line, Span
 from .widgets import Panel, RequestTable
 
@@ -164,7 +164,7 @@ class TopApp(App[None]):
     def _log_lines(self, _: int, height: int) -> list[Line]:
         moments = self._frame.log
         if self._follows and self.table.selected is not None:
-            moments = tuple(m for m in moments if m.request_id in ("", self.table.selected[1]))
+            moments = tuple(m for m in moments if m.key in (None, self.table.selected))
         return panels.log(moments, height)
 
     def _detail_lines(self, width: int, height: int) -> list[Line]:
@@ -172,7 +172,7 @@ class TopApp(App[None]):
         track = self.history.track(key) if key is not None else None
         if stats is None or track is None or key is None:
             return panels.detail(None, None, 0.0, width, height)
-        row = next((row for row in stats.requests if (row.peer, row.request_id) == key), track.row)
+        row = next((row for row in stats.requests if key_of(row) == key), track.row)
         return panels.detail(Entry(row, stats.model, self._frame.rates.get(key)), track, stats.time, width, height)
 
     # ------------------------------------------------------------ keys and mouse

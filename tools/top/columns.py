@@ -43,6 +43,11 @@ class Entry(NamedTuple):
         return key_of(self.row)
 
     @property
+    def frontend(self) -> str:
+        """What sent it calls itself, or is known by once it has left."""
+        return self.row.peer_name or self.row.peer
+
+    @property
     def gpu_bytes(self) -> int:
         """Its KV in the GPU pool; blocks that it shares count in full."""
         return self.row.gpu_blocks * self.model.kv_block_bytes
@@ -109,7 +114,7 @@ _ORDER = {state: place for place, state in enumerate(STATES)}
 COLUMNS = (
     Column("REQUEST", 12, 0, "the request's id",
            lambda e: safe(e.row.request_id), lambda e: e.row.request_id, left=True),
-    Column("FRONTEND", 10, 10, "who sent it", lambda e: safe(e.row.peer), lambda e: e.row.peer, left=True),
+    Column("FRONTEND", 14, 10, "who sent it", lambda e: safe(e.frontend), lambda e: e.frontend, left=True),
     Column("STATE", 14, 1, "what it does",
            lambda e: f"{STATES.get(e.row.state, '?')} {safe(e.row.state).replace('_', ' ')}",
            lambda e: _ORDER.get(e.row.state, len(_ORDER)), left=True),
@@ -149,13 +154,9 @@ def entries(frame: Frame, order: Order, pattern: str) -> list[Entry]:
     if frame.stats is None:
         return []
     wanted = pattern.casefold()
-    found = [
-        Entry(row, frame.stats.model, frame.rates.get(key_of(row)))
-        for row in frame.stats.requests
-        if not wanted or any(wanted in text.casefold() for text in (row.request_id, row.peer, row.state))
-    ]
-    key = BY_TITLE[order.title].key
-    return sorted(found, key=key, reverse=order.reverse)
+    every = (Entry(row, frame.stats.model, frame.rates.get(key_of(row))) for row in frame.stats.requests)
+    found = [e for e in every if any(wanted in text.casefold() for text in (e.row.request_id, e.frontend, e.row.state))]
+    return sorted(found, key=BY_TITLE[order.title].key, reverse=order.reverse)
 
 
 def fitting(width: int, sorted_by: str) -> list[tuple[Column, int]]:

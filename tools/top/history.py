@@ -39,9 +39,9 @@ RequestKey = tuple[str, str]
 """Peer and request id: ids are unique within their peer only."""
 
 
-def key_of(row: RequestRow) -> RequestKey:
-    """By what a request is known from one snapshot to the next."""
-    return row.peer, row.request_id
+def key_of(of: RequestRow | SwapEvent) -> RequestKey:
+    """By what a request is known from one snapshot to the next, and in events."""
+    return of.peer, of.request_id
 
 
 class Moment(NamedTuple):
@@ -50,7 +50,7 @@ class Moment(NamedTuple):
     time: float
     kind: str
     text: str
-    request_id: str = ""
+    key: RequestKey | None = None
 
 
 class Change(NamedTuple):
@@ -119,7 +119,6 @@ class History:
         self._log: deque[Moment] = deque(maxlen=LOG_LINES)
         self._tracks: dict[RequestKey, Track] = {}
         self._ended: deque[Track] = deque()
-        self._by_id: dict[str, list[Track]] = {}
         self._run: CopyRun | None = None
 
     # ------------------------------------------------------------ what comes in
@@ -143,17 +142,13 @@ class History:
             self._see(row, stats.time)
         present = {key_of(row) for row in stats.requests}
         self._end_all([track for key, track in self._tracks.items() if key not in present], stats.time)
-        self._by_id = {}
-        for track in self._tracks.values():
-            self._by_id.setdefault(track.row.request_id, []).append(track)
 
     def swap(self, event: SwapEvent) -> None:
-        """A swap event came. It names no peer: where two peers use one id, it enters the log alone."""
+        """A swap event came. One of a request that no snapshot has had yet enters the log alone."""
         self._log_swap(event)
-        tracks = self._by_id.get(event.request_id, [])
-        if len(tracks) != 1 or not event.request_id:
+        track = self._tracks.get(key_of(event))
+        if track is None:
             return
-        track = tracks[0]
         track.moments.append(_moment(event, ""))
         if event.phase == "resumed":
             before = [change.state for change in track.changes if change.state in ("prefill", "decode")]
@@ -194,7 +189,7 @@ class History:
         if track is None:
             track = self._tracks[key_of(row)] = Track(row, now, now - row.age_s, course_until_seen(row, now))
         if row.recomputes > track.row.recomputes:
-            track.moments.append(Moment(now, "recomputed", "its KV was dropped, to be computed again", row.request_id))
+            track.moments.append(Moment(now, "recomputed", "its KV was dropped, to be computed again", key_of(row)))
         track.row = row
         track.change(now, row.state)
         track.counted.append((now, row.generated_tokens))
@@ -244,12 +239,12 @@ class CopyRun:
     def moment(self) -> Moment:
         """Their line."""
         line = _moment(self.total, "")
-        return line if self.copies == 1 else line._replace(text=f"{line.text}, {self.copies} copies", request_id="")
+        return line if self.copies == 1 else line._replace(text=f"{line.text}, {self.copies} copies", key=None)
 
 
 def _moment(event: SwapEvent, who: str) -> Moment:
     text = " ".join(safe(describe_swap(event, who)).split())
-    return Moment(event.time, event.phase, text, event.request_id)
+    return Moment(event.time, event.phase, text, key_of(event) if event.request_id else None)
 
 
 def course_until_seen(row: RequestRow, now: float) -> deque[Change]:

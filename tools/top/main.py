@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
 from ...protocol.client import AsyncClient
 from ...protocol.errors import ColdblockError
@@ -23,6 +24,8 @@ CONNECT_TIMEOUT_S = 5.0
 
 class TopSettings(Settings):
     """Settings of `coldblock top`."""
+
+    model_config = SettingsConfigDict(populate_by_name=False)  # "json" is a method's name, the flag's all the same
 
     endpoint: str | None = Field(None, description="the engine's endpoint; the default one if absent")
     once: bool = Field(False, description="print one snapshot and end")

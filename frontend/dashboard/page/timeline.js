@@ -16,10 +16,15 @@ const PHASE_OF_STATE = {
   swapping_in: "copying",
 };
 
+// Of a row or a move: two peers may use the same id.
+function keyOf({ peer, request_id }) {
+  return JSON.stringify([peer, request_id]);
+}
+
 export class Track {
   constructor(row, now) {
     this.id = row.request_id;
-    this.peer = row.peer;
+    this.peer = row.peer_name || row.peer;
     this.arrived = now - row.age_s;
     this.row = row;
     this.ended = null;
@@ -120,7 +125,7 @@ export class Timelines {
     const before = this.#live;
     this.#live = new Map();
     for (const row of snapshot.requests) {
-      const key = JSON.stringify([row.peer, row.request_id]);
+      const key = keyOf(row);
       let track = before.get(key);
       if (track && Math.abs(now - row.age_s - track.arrived) < SAME_ARRIVAL_S) {
         before.delete(key);
@@ -132,20 +137,14 @@ export class Timelines {
       this.#live.set(key, track);
     }
     for (const track of before.values()) this.#end(track, now);
-    for (const move of this.#early.splice(0)) this.#find(move)?.moved(move);
+    for (const move of this.#early.splice(0)) this.#live.get(keyOf(move))?.moved(move);
     this.#ended = this.#ended.filter((track) => track.ended > now - KEPT_S);
   }
 
   move(move) {
-    const track = this.#find(move);
+    const track = this.#live.get(keyOf(move));
     if (track) track.moved(move);
     else this.#early.push(move);
-  }
-
-  // A move names no peer. An id that two peers use at once is nobody's: better no move than another's.
-  #find(move) {
-    const found = [...this.#live.values()].filter((track) => track.id === move.request_id);
-    return found.length === 1 ? found[0] : undefined;
   }
 
   // Live tracks and those that ended last, at most so many, in order of arrival.

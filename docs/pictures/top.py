@@ -1,6 +1,6 @@
 """Makes the pictures of `coldblock top` in this folder, from a live engine whose KV pool is too small for its load.
 
-    python docs/screenshots/top.py
+    python docs/pictures/top.py
 
 Owns: the load and the moment. Does not know: what the screen looks like.
 """
@@ -19,8 +19,8 @@ from coldblock.tools.top.app import TopApp
 
 FOLDER = Path(__file__).parent
 MODEL = "smollm2-135m"
-POOL = ("--num-gpu-blocks", "60", "--max-cpu-offload-mb", "64")
-SENDERS = ("frontend-1", "notebook")
+ENGINE_FLAGS = ("--num-gpu-blocks", "60", "--max-cpu-offload-mb", "64", "--threads", "1")
+SENDERS = ("frontend:4711", "notebook")
 START_S = 60.0
 LONG_ENOUGH_S = 60.0  # for graphs with a past
 SHARED = "You are a patient teacher. You explain one thing at a time, in plain words and with an example. "
@@ -38,7 +38,7 @@ async def main() -> None:
     """Start the engine, keep it busy, take the pictures."""
     resolve_model(MODEL)
     async with (
-        running_engine(MODEL, *POOL) as endpoint,
+        running_engine(MODEL, *ENGINE_FLAGS) as endpoint,
         AsyncClient(endpoint, name="top") as watcher,
         asyncio.TaskGroup() as group,
     ):
