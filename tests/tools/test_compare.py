@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from coldblock.tools.bench import compare, main, report
+from coldblock.tools.bench import comparison, main, report
 from coldblock.tools.bench.figures import Bars, Line, Lines
 from coldblock.tools.bench.report import Cell, Column, Report, Spread, table
 from report_pages import Page, check_alone
@@ -69,14 +69,14 @@ def save(path: Path, found: Report) -> Path:
     ],
 )
 def test_a_figure_is_judged(a: Cell, b: Cell, better: Any, ratio: float | None, verdict: str) -> None:
-    assert compare.ratio(a, b) == (pytest.approx(ratio) if ratio is not None else None)
-    assert compare.judge(a, b, better) == verdict
+    assert comparison.ratio(a, b) == (pytest.approx(ratio) if ratio is not None else None)
+    assert comparison.judge(a, b, better) == verdict
 
 
 def test_cases_are_matched_by_what_they_are_about_and_none_is_dropped() -> None:
     a = run(row(1, 10.0, 5.0), row(4, 30.0, 6.0), row(4, 31.0, 6.0, kv="int8"), row(16, 50.0, 9.0))
     b = run(row(4, 60.0, 3.0, kv="int8"), row(1, 11.0, 5.0), row(64, 1.0, 1.0), row(4, 15.0, 12.0))
-    (found,) = compare.compare("x", a, b).tables
+    (found,) = comparison.compare("x", a, b).tables
     speeds = {line.case: (line.a, line.b, line.ratio, line.verdict) for line in found.rows if line.figure == "tok/s"}
     assert speeds == {
         ("1", "fp16"): (10.0, 11.0, pytest.approx(1.1), "better"),
@@ -90,7 +90,7 @@ def test_tables_and_figures_that_one_side_lacks_are_told() -> None:
     more = table("More", (Column("x", "x"),), [{"x": 1}])
     narrower = table("Speed", COLUMNS[:3], [row(1, 10.0, 5.0)])
     a, b = run(row(1, 10.0, 5.0)), run(tables=(narrower, more))
-    speed, other = compare.compare("x", a, b).tables
+    speed, other = comparison.compare("x", a, b).tables
     assert [(line.figure, line.a, line.b) for line in speed.rows] == [
         ("tok/s", 10.0, 10.0),
         ("TPOT, ms", 5.0, None),
@@ -104,7 +104,7 @@ def test_what_is_not_the_same_comes_first() -> None:
     machine = {**a.machine, "gpus": ["H200"], "packages": {"torch": "2"}, "revision": "def+"}
     b = run(row(1, 10.0, 5.0), machine=machine, settings={"requests": 8, "out": "y"}, model={"kv_cache_dtype": "int8"})
     b.command = "coldblock bench serve --requests=8"
-    assert list(compare.differences(a, b)) == [
+    assert list(comparison.differences(a, b)) == [
         ("revision", "abc", "def+"),
         ("package torch", "1", "2"),
         ("command", "coldblock bench serve", "coldblock bench serve --requests=8"),
@@ -112,9 +112,9 @@ def test_what_is_not_the_same_comes_first() -> None:
         ("model kv_cache_dtype", "fp16", "int8"),
         ("GPU", "-", "H200"),
     ]
-    text = compare.compare("x", a, b).text()
+    text = comparison.compare("x", a, b).text()
     assert text.index("package torch") < text.index("Speed")
-    assert "Machine, command, settings and revision are the same." in compare.compare("x", a, a).text()
+    assert "Machine, command, settings and revision are the same." in comparison.compare("x", a, a).text()
 
 
 def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -192,7 +192,7 @@ def test_a_page_that_cannot_be_written_names_the_flag(tmp_path: Path, capsys: py
 @pytest.mark.parametrize("file", sorted(RESULTS.rglob("bench-*.json")), ids=lambda file: str(file.relative_to(RESULTS)))
 def test_every_result_in_the_docs_can_still_be_compared(file: Path) -> None:
     found = report.read(file)
-    comparison = compare.compare(file.name, found, found)
-    assert comparison.differences == []
-    assert comparison.count("alike") + comparison.count("within noise") > 0
-    assert comparison.count("better") == comparison.count("worse") == 0
+    same = comparison.compare(file.name, found, found)
+    assert same.differences == []
+    assert same.count("alike") + same.count("within noise") > 0
+    assert same.count("better") == same.count("worse") == 0

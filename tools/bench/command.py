@@ -17,10 +17,12 @@ from pydantic import Field
 from ...protocol.errors import ColdblockError
 from ...protocol.messages import ModelInfo
 from ...settings import EXIT_FAILED, EXIT_OK, Settings, UsageError, flag_name, load
+from ..errors import ToolError
 from ..errors import report as show_error
 from . import report
 from .figures import Figure
 from .machine import describe_machine
+from .page import report_page
 
 NOT_TOLD = {"config", "out"}  # where files lie is nobody else's business
 
@@ -68,9 +70,22 @@ def conclude(
         figures=tuple(figures),
     )
     print("\n\n".join([title, *(table.text() for table in tables)]) + "\n")
-    written = report.write(settings.out or report.default_folder(), found)
+    written = write(settings.out or report.default_folder(), found)
     print(f"written: {', '.join(map(str, written))}")
     return EXIT_OK if passed else EXIT_FAILED
+
+
+def write(folder: Path, found: report.Report) -> tuple[Path, Path]:
+    """Write bench-NAME.json and bench-NAME.html; returns their paths. Raises ToolError when that cannot be."""
+    data = msgspec.json.format(msgspec.json.encode(found, enc_hook=str), indent=2)
+    stem = folder / f"bench-{found.benchmark}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stem.with_suffix(".json").write_bytes(data + b"\n")
+        stem.with_suffix(".html").write_text(report_page(found), encoding="utf-8")
+    except OSError as error:
+        raise ToolError(f"--out {folder}: {error.strerror}") from error
+    return stem.with_suffix(".json"), stem.with_suffix(".html")
 
 
 def command_line(settings: ReportSettings, prog: str) -> str:

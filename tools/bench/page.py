@@ -6,18 +6,18 @@ Owns: what stands on a page. Does not know: what was measured, or how plots are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from . import figures
-from .report import Report, Spread, show
+from .report import Report, Spread, machine_facts, show
 
 if TYPE_CHECKING:
-    from .compare import Comparison
+    from .comparison import Comparison
 
 
 def report_page(report: Report) -> str:
@@ -28,23 +28,6 @@ def report_page(report: Report) -> str:
 def comparison_page(a: str, b: str, comparisons: Sequence[Comparison], alone: Sequence[str], explained: str) -> str:
     """The page of two runs side by side. `alone`: what only one has; `explained`: what the verdicts mean."""
     return _template("compare.html").render(a=a, b=b, comparisons=comparisons, alone=alone, explained=explained)
-
-
-def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """The machine in a few lines: what it is called, and what it says."""
-    memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
-    features = ", ".join(machine.get("cpu_features", ()))
-    packages = ", ".join(f"{name} {number}" for name, number in machine.get("packages", {}).items())
-    facts = {
-        "GPU": "; ".join(machine.get("gpus", ())),
-        "CPU": f"{machine.get('cpu', '')}, {machine.get('cores', '?')} cores{memory}",
-        "instructions": features,
-        "system": f"{machine.get('system', '')}, Python {machine.get('python', '')}",
-        "packages": packages,
-        "date": machine.get("date", ""),
-        "revision": machine.get("revision") or "unknown",
-    }
-    return {name: fact for name, fact in facts.items() if fact}
 
 
 @functools.cache

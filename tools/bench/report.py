@@ -1,7 +1,7 @@
 """A report: what a benchmark ran and where, its figures in tables and plots, and the raw results.
 
-Owns: the shape of a report and of its file, how tables look as text, and where files go. Does not know: what was
-measured, how the page looks (`page`), how plots are drawn (`figures`), how two reports are compared (`compare`).
+Owns: the shape of a report and of its file, how tables look as text. Does not know: what was
+measured, how the page looks (`page`), how plots are drawn (`figures`), how two reports are compared (`comparison`).
 """
 
 from __future__ import annotations
@@ -175,6 +175,23 @@ def default_folder() -> Path:
     return results if results.is_dir() else Path()
 
 
+def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
+    """The machine in a few lines: what it is called, and what it says."""
+    memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
+    features = ", ".join(machine.get("cpu_features", ()))
+    packages = ", ".join(f"{name} {number}" for name, number in machine.get("packages", {}).items())
+    facts = {
+        "GPU": "; ".join(machine.get("gpus", ())),
+        "CPU": f"{machine.get('cpu', '')}, {machine.get('cores', '?')} cores{memory}",
+        "instructions": features,
+        "system": f"{machine.get('system', '')}, Python {machine.get('python', '')}",
+        "packages": packages,
+        "date": machine.get("date", ""),
+        "revision": machine.get("revision") or "unknown",
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
 def require_plotting() -> None:
     """Raise ToolError now, not after minutes of measuring, when no plot could be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -188,18 +205,3 @@ def require_folder(out: Path | None) -> None:
             out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ToolError(f"--out {out}: {error.strerror}") from error
-
-
-def write(folder: Path, report: Report) -> tuple[Path, Path]:
-    """Write bench-NAME.json and bench-NAME.html; returns their paths. Raises ToolError when that cannot be."""
-    from .page import report_page
-
-    data = msgspec.json.format(msgspec.json.encode(report, enc_hook=str), indent=2)
-    stem = folder / f"bench-{report.benchmark}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stem.with_suffix(".json").write_bytes(data + b"\n")
-        stem.with_suffix(".html").write_text(report_page(report), encoding="utf-8")
-    except OSError as error:
-        raise ToolError(f"--out {folder}: {error.strerror}") from error
-    return stem.with_suffix(".json"), stem.with_suffix(".html")
