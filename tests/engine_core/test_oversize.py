@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.cuda_executor import CudaExecutor
 from cuda_on_cpu import emulate
-from scheduled_answers import finish
+from scheduled_answers import agreement, finish
 from tiny_models import save_tiny
 
 DELAY = "COLDBLOCK_TEST_COPY_DELAY_STEPS"
@@ -80,15 +79,6 @@ def ids(answer: list[SampledToken]) -> list[int]:
     return [token.token_id for token in answer]
 
 
-def check_agreement(answer: list[SampledToken], wanted: list[SampledToken]) -> None:
-    """Equal as far as they go before one that was a near tie. On a GPU cold and hot blocks are summed in two orders."""
-    for token, other in zip(answer, wanted, strict=True):
-        if token.token_id != other.token_id:
-            best = dict(other.top)
-            assert best[other.token_id] - best.get(token.token_id, -math.inf) < NEAR_TIE, (token, other)
-            return
-
-
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
 @pytest.mark.parametrize("delay", [0, 3])
 def test_a_request_of_two_and_a_half_pools_gets_the_tokens_of_a_large_pool(
@@ -102,6 +92,6 @@ def test_a_request_of_two_and_a_half_pools_gets_the_tokens_of_a_large_pool(
     assert counters.offload_blocks >= 36, "the blocks of two requests did not become cold"
     if kind is CudaExecutor and torch.cuda.is_available():
         for answer, other in zip(answers, wanted, strict=True):
-            check_agreement(answer, other)
+            agreement(answer, other, NEAR_TIE)  # cold and hot blocks are summed in two orders there
     else:
         assert [ids(answer) for answer in answers] == [ids(answer) for answer in wanted]

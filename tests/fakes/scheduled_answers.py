@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from coldblock.engine_core.control.plan import SampledToken
 from coldblock.engine_core.control.scheduler import Scheduler
 from coldblock.engine_core.control.updates import FinishedUpdate, TokenUpdate
@@ -27,3 +29,15 @@ def finish(scheduler: Scheduler, executor: Executor) -> list[list[SampledToken]]
     gpu, cpu = scheduler.gpu_use(), scheduler.cpu_use()
     assert (gpu.used, gpu.in_flight, cpu.used, cpu.in_flight) == (0, 0, 0, 0)
     return answers
+
+
+def agreement(answer: list[SampledToken], wanted: list[SampledToken], near_tie: float) -> int:
+    """How many tokens of a greedy answer are those wanted. Where the two part, it must have been a near tie: the other
+    token's logprob not so far below the best one's, by the alternatives that `wanted` names.
+    """
+    for place, (token, other) in enumerate(zip(answer, wanted, strict=True)):
+        if token.token_id != other.token_id:
+            best = dict(other.top)
+            assert best[other.token_id] - best.get(token.token_id, -math.inf) < near_tie, (place, token, other)
+            return place
+    return len(wanted)
