@@ -30,7 +30,7 @@ from ..control.plan import BlockMove, Direction, MoveDone
 from ..errors import MemoryBudgetError
 from .kv_pool import KVPool
 
-JOINED_BYTES = 16 << 20  # a move smaller than that takes longer to begin than to copy
+JOINED_BYTES = 32 << 20  # to queue a call costs the host as much time as the bus needs for half of that
 _QUERY_EVERY_S = 1e-4
 
 
