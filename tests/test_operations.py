@@ -61,7 +61,7 @@ class Exported:
         http = HttpMetrics()
         http.begin("/metrics")
         http.end("/metrics", 200, 0.1)
-        stats = EngineStats(MODEL, "id", "ipc://e", LinkPeak(1.0, 1.0)).snapshot(scheduler, 1)()
+        stats = EngineStats(MODEL, "id", "ipc://e", LinkPeak(1.0, 1.0)).snapshot(scheduler, 1)(str)
         self.labels: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self.counters: set[str] = set()
         for family in text_string_to_metric_families(render(http, [("ipc://e", stats)]).decode()):
