@@ -5,6 +5,7 @@ Owns: the list of subcommands. Does not know: their settings or what they do.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import signal
 import sys
@@ -64,6 +65,12 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        where = f": {error.filename}" if error.filename else ""  # none for what was printed
+        print(f"coldblock {argv[0]}: {error.strerror}{where}", file=sys.stderr)
         return EXIT_FAILED
 
 
