@@ -20,6 +20,7 @@ from ...protocol.errors import ColdblockError
 from ...settings import EXIT_OK, Settings, UsageError, load
 from ..errors import ToolError
 from ..errors import report as show_error
+from ..terminal import safe
 from . import report
 from .figures import Bars, Figure, Line, Lines
 from .page import comparison_page, machine_facts
@@ -118,7 +119,8 @@ def main(argv: list[str]) -> int:
         pairs, alone = paired(settings.a, settings.b)
         found = [compare(name, report.read(a), report.read(b)) for name, a, b in pairs]
         print(f"A: {settings.a}\nB: {settings.b}\n")
-        print("\n\n\n".join([*(comparison.text() for comparison in found), *alone]))
+        text = "\n\n\n".join([*(comparison.text() for comparison in found), *alone])
+        print("\n".join(map(safe, text.split("\n"))))
         if settings.html is not None:
             _write(settings.html, comparison_page(str(settings.a), str(settings.b), found, alone, EXPLAINED))
             print(f"\nwritten: {settings.html}")
@@ -176,7 +178,7 @@ def tables_of(found: Report) -> tuple[Table, ...]:
         raise ToolError(f"reports of {found.benchmark!r} in the first version are not known here: measure again")
     try:
         return tuple(importlib.import_module(where, __package__).tables(found.results))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ToolError(
             f"the results of {found.benchmark!r} from {found.machine.get('date', 'before')} have another shape than "
             f"those of today ({error!r}): measure again"
