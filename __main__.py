@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import signal
 import sys
 
@@ -47,6 +48,8 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit code (see `EXIT_CODES`)."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # what an encoding such as latin-1 lacks is no reason to stop
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return EXIT_OK if argv else EXIT_USAGE

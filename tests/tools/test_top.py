@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -156,6 +157,15 @@ def test_on_a_terminal_that_cannot_draw_it_prints(term: str, prints: bool, monke
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     assert top.TopSettings().prints is prints
+
+
+def test_an_encoding_without_the_signs_gets_others() -> None:
+    with ShowingEngine(row()) as engine:
+        command = [*TOP, "--endpoint", engine.endpoint, "--once"]
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert "GPU ?" in ended.stdout
 
 
 def test_a_full_disk_is_one_line() -> None:
