@@ -5,7 +5,9 @@ Owns: the list of subcommands. Does not know: their settings or what they do.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import signal
 import sys
 
@@ -46,6 +48,8 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit code (see `EXIT_CODES`)."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # what an encoding such as latin-1 lacks is no reason to stop
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return EXIT_OK if argv else EXIT_USAGE
@@ -64,6 +68,12 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        where = f": {error.filename}" if error.filename else ""  # none for what was printed
+        print(f"coldblock {argv[0]}: {error.strerror}{where}", file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MOST_KEPT = 9_000  # batches; a replay of all of them fits into a socket's queue
 MOST_KEPT_BYTES = 64 << 20
 STATE_EVENTS = 1_000  # in one batch of the whole state
+WARN_EVERY_S = 10.0  # whoever sends rubbish does not fill the log with it
 MOST_REPLAYS = 16  # answered at once, so that tokens do not wait behind a flood of requests
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -48,6 +49,7 @@ class KVFeed:
         self._next = time.time_ns() // 1000
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
+        self._warned_at = -WARN_EVERY_S
         self._publish([AllBlocksCleared()])
 
     def tell(self, changes: Iterable[TierChange]) -> None:
@@ -66,7 +68,7 @@ class KVFeed:
                     raise ProtocolError("malformed", "a replay request is an empty frame and a sequence number")
                 start = kv_events.unpack_sequence(frames[1])
             except ProtocolError as error:
-                log.warning("ignored: %s", error.message)
+                self._warn(f"ignored: {error.message}")
                 continue
             self._answer(identity, start)
 
@@ -85,7 +87,14 @@ class KVFeed:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            log.warning("a replay of KV events from number %d broke off: its receiver does not read", start)
+            self._warn(f"a replay of KV events from number {start} broke off: its receiver does not read")
+
+    def _warn(self, text: str) -> None:
+        """Log it, unless something was logged just now."""
+        now = time.monotonic()
+        if now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
+            log.warning("%s", text)
 
     def _state(self) -> list[bytes]:
         """Everything that either tier holds, parents first."""

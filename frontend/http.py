@@ -5,6 +5,7 @@ Owns: `create_app`. Does not know: processes and sockets (`main`), or how a gene
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -397,6 +398,11 @@ class Gate:
             await self._app(scope, self._limited(receive), send_with_id)
         except ApiError as error:
             await _error_response(error)(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server stops, and has waited for this reply as long as it may
+            if status != CLIENT_LEFT_STATUS:  # the reply has begun; the server closes the connection
+                raise
+            late = ApiError(503, "the server stops, and the answer was not complete in time", code="shutting_down")
+            await _error_response(late)(scope, receive, send_with_id)
         except ClientDisconnect:
             pass  # it left while it was sending its body; nobody is there to be told
         except Exception:

@@ -36,4 +36,8 @@ def tracer_from(environment: Mapping[str, str]) -> Tracer | None:
     except ImportError:
         log.warning("no traces: %s is set, but OpenTelemetry is missing: pip install 'coldblock[otel]'", asked_by)
         return None
-    return Tracer.to_otlp()
+    try:
+        return Tracer.to_otlp()
+    except ValueError as error:  # most values that make no sense are replaced by OpenTelemetry, some are refused
+        log.warning("no traces: OpenTelemetry refuses what the OTEL_* variables say: %s", error)
+        return None

@@ -29,10 +29,10 @@ _LOG_LINES = 8
 _SHOW_S = 0.5
 
 
-def own_endpoints(name: str) -> tuple[str, str]:
-    """Endpoints (requests, events) in the runtime folder that no other process uses."""
+def own_endpoints(name: str) -> tuple[str, str, str]:
+    """Endpoints (requests, events, replay of KV events) in the runtime folder that no other process uses."""
     stem = f"ipc://{runtime_dir()}/{name}-{os.getpid()}"
-    return f"{stem}.sock", f"{stem}-events.sock"
+    return f"{stem}.sock", f"{stem}-events.sock", f"{stem}-replay.sock"
 
 
 def free_port(host: str, port: int) -> int:
@@ -76,7 +76,7 @@ async def _is_healthy(host: str, port: int) -> bool:
 @asynccontextmanager
 async def running_engine(model: str, *flags: str) -> AsyncIterator[str]:
     """A fresh engine with these flags; yields its endpoint. Raises ToolError, with its last words, if it fails."""
-    endpoint, events = own_endpoints("tool")
+    endpoint, events, _ = own_endpoints("tool")
     command = own_command("engine", model, "--endpoint", endpoint, "--events-endpoint", events, *flags)
     try:
         async with _running("engine", command, engine_ready(endpoint)):

@@ -17,7 +17,7 @@ from ..engine_core.config import EngineSettings
 from ..frontend.config import FrontendSettings
 from ..logs import setup
 from ..protocol.errors import ColdblockError
-from ..protocol.sockets import default_endpoint, default_events_endpoint
+from ..protocol.sockets import default_endpoint, default_events_endpoint, default_replay_endpoint
 from ..settings import Settings, UsageError, flag_name, load
 from .children import STOP_GRACE_S, own_command, run_until_signal
 from .daemons import engine_ready, free_port, frontend_ready, own_endpoints
@@ -37,7 +37,7 @@ class ServeSettings(EngineSettings, FrontendSettings):
 
     engine: CliSuppress[Annotated[tuple[str, ...], NoDecode]] = ()  # known, to be refused with the way out
 
-    _usable_endpoints = field_validator("endpoint", "events_endpoint")(usable_endpoint)
+    _usable_endpoints = field_validator("endpoint", "events_endpoint", "kv_replay_endpoint")(usable_endpoint)
 
     @model_validator(mode="after")
     def _has_its_own_engine(self) -> ServeSettings:
@@ -61,11 +61,11 @@ def main(argv: list[str]) -> int:
     return run_until_signal(lambda: supervise(engine, frontend))
 
 
-def free_endpoints() -> tuple[str, str]:
+def free_endpoints() -> tuple[str, str, str]:
     """The default endpoints, where `coldblock chat` and `top` look; own ones when an engine is there already."""
-    endpoint, events = default_endpoint(), default_events_endpoint()
+    endpoint = default_endpoint()
     if not _someone_listens(endpoint.removeprefix("ipc://")):
-        return endpoint, events
+        return endpoint, default_events_endpoint(), default_replay_endpoint()
     return own_endpoints("serve")
 
 
@@ -76,10 +76,13 @@ def _someone_listens(path: str) -> bool:
 
 def child_specs(settings: ServeSettings, port: int) -> tuple[ChildSpec, ChildSpec]:
     """The engine's and the frontend's specs, each with its own part of the settings."""
-    own_endpoint, own_events = free_endpoints()
+    own_endpoint, own_events, own_replay = free_endpoints()
     endpoint = settings.endpoint or own_endpoint
     events = settings.events_endpoint or own_events
-    engine_flags, engine_env = hand_down(settings, EngineSettings, {"endpoint": endpoint, "events_endpoint": events})
+    endpoints = {"endpoint": endpoint, "events_endpoint": events}
+    if settings.kv_events:
+        endpoints["kv_replay_endpoint"] = settings.kv_replay_endpoint or own_replay
+    engine_flags, engine_env = hand_down(settings, EngineSettings, endpoints)
     frontend_flags, frontend_env = hand_down(settings, FrontendSettings, {"engine": (endpoint,), "port": port})
 
     async def describe_engine() -> str:

@@ -219,6 +219,12 @@ def test_what_is_no_request_is_ignored(frames: tuple[bytes, ...], bench: Bench, 
     assert bench.replay(1) == []
 
 
+def test_a_flood_of_what_is_no_request_does_not_fill_the_log(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(50):
+        bench.ask(b"x")
+    assert len(caplog.messages) == 1
+
+
 def test_a_replay_that_nobody_reads_ends_and_nobody_waits(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(1, 2000):
         bench.feed.tell([stored(number)])

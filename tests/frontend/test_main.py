@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -105,6 +106,20 @@ def test_sigterm_ends_a_stream_that_takes_too_long(model_folder: Path) -> None:
         wait_until(lambda: submit.request_id in engine.aborted)
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
+
+
+def test_sigterm_answers_what_takes_too_long_with_a_503(model_folder: Path) -> None:
+    with (
+        fake_engine(model_folder, lambda prompt: iter(byte_ids("a" * 500)), delay_s=0.1) as engine,
+        frontend(engine.endpoint, "--shutdown-timeout", "1") as (process, url),
+        ThreadPoolExecutor() as pool,
+    ):
+        reply = pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 500}, timeout=20)
+        engine.wait_for(Submit)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+        assert reply.result().status_code == 503
+        assert reply.result().json()["error"]["code"] == "shutting_down"
 
 
 def test_workers_share_the_port_and_end_together(model_folder: Path) -> None:

@@ -276,6 +276,16 @@ def test_what_cannot_be_met_is_one_line(
     assert all(word in message for word in words)
 
 
+@pytest.mark.parametrize("variable", ["OTEL_BSP_SCHEDULE_DELAY", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"])
+def test_a_value_that_opentelemetry_refuses_is_one_line(
+    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(variable, "-1")
+    assert tracer_from(OTLP) is None
+    (message,) = caplog.messages
+    assert "no traces" in message and "OTEL_*" in message
+
+
 def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delitem(sys.modules, "coldblock.frontend.spans")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)

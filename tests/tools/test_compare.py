@@ -164,6 +164,7 @@ def test_two_folders_are_matched_by_name(tmp_path: Path, capsys: pytest.CaptureF
         ("serve.json", "later.json", 1, ["later.json: schema 3 is not known here; allowed: 1 to 2"]),
         ("old.json", "old.json", 1, ["'nix' in the first version"]),
         ("odd.json", "odd.json", 1, ["another shape", "measure again"]),
+        ("text.json", "text.json", 1, ["another shape", "measure again"]),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
@@ -175,12 +176,19 @@ def test_what_cannot_be_compared_is_refused(
     save(tmp_path / "later.json", run(schema=3))
     save(tmp_path / "old.json", run(benchmark="nix", schema=report.FIRST_SCHEMA))
     save(tmp_path / "odd.json", run(schema=report.FIRST_SCHEMA))
+    save(tmp_path / "text.json", run(schema=report.FIRST_SCHEMA, benchmark="monitor", results={"medians": "text"}))
     (tmp_path / "no.json").write_text("[1]")
     (tmp_path / "empty").mkdir()
     ended, out, error = compared(capsys, tmp_path / a, tmp_path / b)
     assert (ended, out) == (code, "")
     assert error.startswith("coldblock bench compare: ") and len(error.splitlines()) == 1
     assert all(word in error for word in words)
+
+
+def test_nothing_in_a_file_steers_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (save(tmp_path / name, run(row(1, 10.0, 5.0), machine={"cpu": f"\x1b[2J{name}"})) for name in ("a", "b"))
+    code, out, _ = compared(capsys, a, b)
+    assert code == 0 and "[2Ja" in out and "\x1b" not in out
 
 
 def test_a_page_that_cannot_be_written_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

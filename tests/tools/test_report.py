@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from coldblock.settings import load
 from coldblock.tools.bench import command, figures, report, swap_timeline
@@ -113,6 +114,8 @@ def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:
         ('{"benchmark": "x", "machine": {}, "settings": {}, "results": {}, "schema": 3}', "schema 3 .* 1 to 2"),
         ('{"benchmark": "x", "machine": {}, "settings": {}, "results": [], "schema": 2}', r"results|title"),
         ('{"benchmark": 7, "machine": {}, "settings": {}, "results": {}}', r"is not a report: .*\$.title|benchmark"),
+        ('{"benchmark": "x", "machine": {"packages": [1]}, "settings": {}, "results": {}, "model": null}', "packages"),
+        ('{"benchmark": "x", "machine": {"gpus": 7}, "settings": {}, "results": {}, "model": null}', "gpus"),
     ],
 )
 def test_files_that_are_no_reports_are_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -121,6 +124,15 @@ def test_files_that_are_no_reports_are_refused(tmp_path: Path, text: str, words:
     with pytest.raises(ToolError, match=words) as error:
         report.read(file)
     assert str(file) in str(error.value)
+
+
+def test_a_row_with_a_cell_too_few_is_no_report(tmp_path: Path) -> None:
+    headings = (report.Heading("concurrency", case=True), report.Heading("tok/s"))
+    short = report.Table("Load", headings, ((1,),))
+    file = tmp_path / "bench-x.json"
+    file.write_bytes(msgspec.json.encode(report.Report("x", "x", "x", {}, {}, None, {}, (short,))))
+    with pytest.raises(ToolError, match="a row of 'Load'"):
+        report.read(file)
 
 
 # ---------------------------------------------------------------- plots

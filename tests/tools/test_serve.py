@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from coldblock.engine_core.config import EngineSettings
 from coldblock.frontend.config import FrontendSettings
-from coldblock.protocol.sockets import default_endpoint, default_events_endpoint, runtime_dir
+from coldblock.protocol.sockets import default_endpoint, default_events_endpoint, default_replay_endpoint, runtime_dir
 from coldblock.settings import UsageError, load
 from coldblock.tools import daemons, serve
 from coldblock.tools.errors import ToolError
@@ -72,11 +72,13 @@ def test_specs_name_model_and_the_same_endpoint(tmp_path: Path) -> None:
 
 
 def test_second_serve_takes_endpoints_of_its_own() -> None:
-    assert serve.free_endpoints() == (default_endpoint(), default_events_endpoint())
+    assert serve.free_endpoints() == (default_endpoint(), default_events_endpoint(), default_replay_endpoint())
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(default_endpoint().removeprefix("ipc://"))
         other.listen()
         assert serve.free_endpoints() == daemons.own_endpoints("serve")
+        engine, _ = serve.child_specs(settings_of("m", "--kv-events"), 8123)
+        assert daemons.own_endpoints("serve")[2] in engine.command
     assert serve.free_endpoints()[0] == default_endpoint()  # what is left of a dead engine does not count
 
 
@@ -119,7 +121,7 @@ async def test_engine_that_fails_to_start_is_shown_with_its_last_words(tmp_path:
             pass
 
 
-@pytest.mark.parametrize("flag", ["--endpoint", "--events-endpoint"])
+@pytest.mark.parametrize("flag", ["--endpoint", "--events-endpoint", "--kv-replay-endpoint"])
 @pytest.mark.parametrize("value", ["foo", "ipc:///" + "a" * 120, "tcp://127.0.0.1:99999"])
 def test_wrong_endpoint_is_one_line(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -141,12 +142,37 @@ def test_a_missing_textual_is_one_line_that_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "textual", None)
+    monkeypatch.setenv("TERM", "xterm")
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     with FakeEngine() as engine:
         assert top.main(["--endpoint", engine.endpoint]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "pip install 'coldblock[tools]'" in line and "--once" in line
+
+
+@pytest.mark.parametrize(("term", "prints"), [("xterm", False), ("dumb", True)])
+def test_on_a_terminal_that_cannot_draw_it_prints(term: str, prints: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert top.TopSettings().prints is prints
+
+
+def test_an_encoding_without_the_signs_gets_others() -> None:
+    with ShowingEngine(row()) as engine:
+        command = [*TOP, "--endpoint", engine.endpoint, "--once"]
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert "GPU ?" in ended.stdout
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with ShowingEngine(row()) as engine, open("/dev/full", "w") as full:
+        command = [*TOP, "--endpoint", engine.endpoint, "--json"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "coldblock top: No space left on device\n")
 
 
 def test_no_engine_is_an_error_with_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from ...protocol.errors import ColdblockError
 from ...settings import EXIT_OK, Settings, UsageError, load
 from ..errors import ToolError
 from ..errors import report as show_error
+from ..terminal import safe
 from . import report
 from .comparison import EXPLAINED, compare
 from .page import comparison_page
@@ -37,7 +38,8 @@ def main(argv: list[str]) -> int:
         pairs, alone = paired(settings.a, settings.b)
         found = [compare(name, report.read(a), report.read(b)) for name, a, b in pairs]
         print(f"A: {settings.a}\nB: {settings.b}\n")
-        print("\n\n\n".join([*(comparison.text() for comparison in found), *alone]))
+        text = "\n\n\n".join([*(comparison.text() for comparison in found), *alone])
+        print("\n".join(map(safe, text.split("\n"))))
         if settings.html is not None:
             _write(settings.html, comparison_page(str(settings.a), str(settings.b), found, alone, EXPLAINED))
             print(f"\nwritten: {settings.html}")

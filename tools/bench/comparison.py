@@ -109,7 +109,7 @@ def tables_of(found: Report) -> tuple[Table, ...]:
         raise ToolError(f"reports of {found.benchmark!r} in the first version are not known here: measure again")
     try:
         return tuple(importlib.import_module(where, __package__).tables(found.results))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ToolError(
             f"the results of {found.benchmark!r} from {found.machine.get('date', 'before')} have another shape than "
             f"those of today ({error!r}): measure again"

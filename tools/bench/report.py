@@ -164,9 +164,15 @@ def read(path: Path) -> Report:
     if schema == FIRST_SCHEMA:
         content = {"title": content["benchmark"], "command": "", "tables": (), **content, "schema": FIRST_SCHEMA}
     try:
-        return msgspec.convert(content, Report)
+        found = msgspec.convert(content, Report)
     except msgspec.ValidationError as error:
         raise ToolError(f"{path} is not a report: {error}") from error
+    for name, kind in {"packages": dict, "gpus": list, "cpu_features": list}.items():
+        if not isinstance(found.machine.get(name, kind()), kind):
+            raise ToolError(f"{path} is not a report: $.machine.{name} is no {kind.__name__}")
+    if odd := next((t for t in found.tables if any(len(row) != len(t.headings) for row in t.rows)), None):
+        raise ToolError(f"{path} is not a report: a row of {odd.title!r} has not a cell for each heading")
+    return found
 
 
 def default_folder() -> Path:

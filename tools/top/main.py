@@ -5,6 +5,7 @@ Owns: the settings of `coldblock top`, and whether it draws on the terminal or p
 
 from __future__ import annotations
 
+import os
 import sys
 
 from pydantic import Field, field_validator, model_validator
@@ -51,7 +52,8 @@ class TopSettings(Settings):
     @property
     def prints(self) -> bool:
         """Whether it prints, instead of drawing on the terminal."""
-        return self.json_lines or self.snapshots is not None or not (sys.stdout.isatty() and sys.stdin.isatty())
+        draws = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM") != "dumb"
+        return self.json_lines or self.snapshots is not None or not draws
 
 
 def main(argv: list[str]) -> int:
