@@ -24,6 +24,7 @@ from ..engine_core.models.registry import ModelConfig
 from ..engine_core.models.weights import TensorSource
 from ..kernels import decode_attention, fused, prefill_attention, prefill_attention_hopper, sampling, w4, w4_wide, w8
 from ..kernels.pages import HEAD_DIMS, KVPages, stored_keys_and_values
+from ..kernels.rotated_bias import RotatedBias
 from ..kernels.sampling import PARAMETERS, parameter_row
 
 DEVICE = "cuda"
@@ -307,11 +308,12 @@ def compare_logits(decoder: CudaDecoder, token_ids: list[int], kv_format: Format
     )
     splits = prefill_attention.PrefillSplits(stored.head_dim, ids.device)
 
-    def native(layer: int, q: Tensor, out: Tensor) -> None:
-        prefill_attention.paged_prefill(q, stored, layer, table, starts, lengths, count, count, out, splits)
+    def native(layer: int, q: Tensor, out: Tensor, k_bias: RotatedBias | None) -> None:
+        prefill_attention.paged_prefill(q, stored, layer, table, starts, lengths, count, count, out, splits, k_bias)
 
-    def reference(layer: int, q: Tensor, out: Tensor) -> None:
-        out.copy_(prefill_attention.paged_prefill_reference(q, stored, layer, table, starts, lengths))
+    def reference(layer: int, q: Tensor, out: Tensor, k_bias: RotatedBias | None) -> None:
+        parts = (stored, layer, table, starts, lengths)
+        out.copy_(prefill_attention.paged_prefill_reference(q, *parts, k_bias=k_bias))
 
     found = decoder.logits(tokens, stored, native, workspace, None).double()
     wanted = decoder.logits(tokens, ignored, reference, workspace, None).double()
