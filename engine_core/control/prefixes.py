@@ -6,7 +6,7 @@ block's slot is given up (`tiers`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from .config import SchedulerConfig
@@ -74,15 +74,22 @@ class Prefixes:
 
     def offer(self, request: Request, full: int) -> None:
         """Let others find the first `full` blocks of a request that has them all; their KV has been computed."""
-        if not self._enabled or not request.indexed_blocks < full <= len(request.blocks):
+        if not self._enabled or request.spoiled or not request.indexed_blocks < full <= len(request.blocks):
             return
         request.chain.extend(request.tokens, full, self._block_size)
         self._tiers.name(request.blocks, request.chain.digests, range(request.indexed_blocks, full), request.tokens)
         request.indexed_blocks = full
 
-    def forget(self, request: Request) -> None:
-        """Nobody may find what a failed request computed, nor what it was computed from, wherever that is by now."""
-        for digest in request.chain.digests:
-            block = self._tiers.index.holder(digest)
-            if block is not None:
-                self._tiers.forget(block)
+    def forget(self, request: Request, others: Iterable[Request]) -> None:
+        """Nobody may find what a failed request computed, nor what it was computed from, wherever that is by now.
+
+        Nor what those of the `others` that share its blocks have computed, and will, from them.
+        """
+        shared = set(request.blocks)
+        spoiled = [other for other in others if not shared.isdisjoint(other.blocks)]
+        for one in (request, *spoiled):
+            one.spoiled = True
+            for digest in one.chain.digests:
+                block = self._tiers.index.holder(digest)
+                if block is not None:
+                    self._tiers.forget(block)

@@ -145,6 +145,7 @@ class Request:
 
     chain: PrefixChain = field(default_factory=PrefixChain)  # over `tokens`
     indexed_blocks: int = 0  # so many of `blocks` have been offered to the prefix index
+    spoiled: bool = False  # some of `blocks` are a failed request's: no more are offered
     cached_tokens: int = 0  # found in the prefix index at the first admission
     tokens_at_admission: int = 0  # `computed_tokens` at the last admission
 

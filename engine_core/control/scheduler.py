@@ -520,7 +520,7 @@ class Scheduler:
             if error is None and chunk.sample is not None:
                 error = "the executor returned no token"
             if error is not None:
-                self._prefixes.forget(request)
+                self._prefixes.forget(request, self._requests.values())
                 self._finish(request, "error", now, error=error)
                 return
         self._prefixes.offer(request, (chunk.start + chunk.num_tokens) // self.config.block_size)
@@ -672,6 +672,7 @@ class Scheduler:
         self._cold.give_up(request, self._in_flight[-1].read_cold if self._in_step(request) else None)
         request.blocks, request.block_table = [], array("i")
         request.indexed_blocks = request.written_blocks = 0
+        request.spoiled = False
 
     def _finish(
         self,

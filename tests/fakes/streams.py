@@ -27,8 +27,10 @@ class Streams:
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def do(self, work: Callable[[], None]) -> None:
         """Queue work on the current stream."""

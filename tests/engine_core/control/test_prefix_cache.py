@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from coldblock.engine_core.control.request import State
 from scheduler_harness import Harness
 
 pytestmark = pytest.mark.usefixtures("steps_ahead")
@@ -105,3 +106,24 @@ def test_blocks_of_a_failed_request_are_dropped() -> None:
     harness.add("good", range(64), 4)
     harness.run()
     assert harness.finished["good"].cached_tokens == 0
+
+
+def test_what_others_compute_from_a_failed_request_is_not_found_either() -> None:
+    """One that shares its blocks leaves before its own output shows that they are bad."""
+    harness = Harness(prefix_cache=True, prefill_chunk_tokens=16)
+    harness.add("bad", range(100))
+    for _ in range(4):
+        harness.step()
+    harness.add("sharer", [*range(32), *range(200, 300)])
+    harness.step()
+    harness.executor.failing.add("bad")
+    harness.run_until(lambda: "bad" in harness.finished)
+    sharer = harness.request("sharer")
+    assert sharer.cached_tokens == 32 and sharer.state is State.PREFILL
+    for _ in range(2):
+        harness.step()
+    assert len(harness.scheduler._tiers.index) == 0
+    harness.abort("sharer")
+    harness.add("same", [*range(32), *range(200, 300)], max_tokens=4)
+    harness.run()
+    assert harness.finished["same"].cached_tokens == 0

@@ -206,7 +206,9 @@ def test_a_move_that_fails_half_way_is_told_when_nothing_runs_any_more(monkeypat
         raise KernelError("copying blocks failed")
 
     monkeypatch.setattr(block_copy, "copy_blocks", breaks)
+    steps = bench.streams.current
     bench.begin([BlockMove(1, OUT, (0,), (1,))])
+    assert bench.streams.current is steps
     assert bench.transfers.poll() == ()
     assert [(done.move_id, done.error) for done in bench.end()] == [(1, "copying blocks failed")]
 
