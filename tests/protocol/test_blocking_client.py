@@ -47,10 +47,14 @@ def interrupted() -> Iterator[None]:
         signal.pthread_kill(main, signal.SIGINT)
 
     sender = threading.Thread(target=interrupt)
-    sender.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    sender.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    try:
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        sender.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
