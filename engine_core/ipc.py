@@ -169,14 +169,16 @@ class IpcPort:
         self._send(_Report(peer, self._snapshot(scheduler, len(self._peers))))
 
     def close(self) -> None:
-        """Send what is queued, then close the sockets."""
+        """Send what is queued, then close the sockets; none of their files stays."""
         self._closing = True
         if self._thread.is_alive():
             self._wake()
             self._thread.join(timeout=5)
-        for opened in (self._wake_out, self._wake_in, self._router, self._publisher, self._replay):
-            if opened is not None:
-                opened.close()
+        self._wake_out.close()
+        self._wake_in.close()
+        for bound in (self._router, self._publisher, self._replay):
+            if bound is not None:
+                sockets.close_bound(bound)
         self._context.term()
 
     def _send(self, item: Outgoing) -> None:

@@ -239,6 +239,14 @@ def _bind(sock: _S, endpoint: str) -> _S:
     return sock
 
 
+def close_bound(sock: zmq.Socket[Any]) -> None:
+    """Close a bound socket, and remove the file of an ipc:// one, which ZeroMQ would leave."""
+    endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+    sock.close()
+    if endpoint.startswith("ipc://"):
+        Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
 def _refuse_live_ipc(endpoint: str) -> None:
     """Raise unless the path is free or a dead engine's socket: zmq would silently take the path of a live one."""
     path = endpoint.removeprefix("ipc://")

@@ -51,6 +51,15 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
+def test_no_file_of_a_socket_stays(tmp_path: Path) -> None:
+    names = ("e", "v", "r")
+    work, events, replay = (f"ipc://{tmp_path}/{name}" for name in names)
+    port = IpcPort(work, events, peer_timeout_s=60.0, replay_endpoint=replay)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    port.close()
+    assert not list(tmp_path.iterdir())
+
+
 class Peer:
     """A raw peer, and the engine-wide ids of its requests."""
 
