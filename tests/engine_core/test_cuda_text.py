@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from coldblock.engine_core.control.plan import SampledToken
 from coldblock.engine_core.control.sampling import Sampling
-from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.cuda_executor import CudaExecutor
-from scheduled_answers import agreement, finish
+from scheduled_answers import agreement, finish, scheduler_for
 from tokenizers import Tokenizer
 
 NEW = 48
@@ -26,23 +25,7 @@ QUESTIONS = (
 
 def answers_of(kind: Any, model: Path, prompts: list[list[int]], kv_cache_dtype: str) -> list[list[SampledToken]]:
     executor = kind(ExecutorConfig(model, num_gpu_blocks=64, max_model_len=256, kv_cache_dtype=kv_cache_dtype))
-    scheduler = Scheduler(
-        SchedulerConfig(
-            block_size=16,
-            num_gpu_blocks=executor.capacity.num_gpu_blocks,
-            num_cpu_blocks=executor.capacity.num_cpu_blocks,
-            block_bytes=executor.capacity.block_bytes,
-            max_model_len=256,
-            max_num_seqs=8,
-            max_num_batched_tokens=256,
-            prefill_chunk_tokens=64,
-            prefix_cache=True,
-            cpu_offload=False,
-            eos_token_ids=(),
-            vocab_size=executor.model_config.vocab_size,
-            seed=0,
-        )
-    )
+    scheduler = scheduler_for(executor, cpu_offload=False, vocab_size=executor.model_config.vocab_size)
     for index, prompt in enumerate(prompts):
         scheduler.add(str(index), prompt, Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=5))
     answers = finish(scheduler, executor)

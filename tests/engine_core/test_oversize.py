@@ -11,13 +11,12 @@ import pytest
 import torch
 from coldblock.engine_core.control.plan import SampledToken
 from coldblock.engine_core.control.sampling import Sampling
-from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.control.updates import Counters
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.cuda_executor import CudaExecutor
 from cuda_on_cpu import emulate
-from scheduled_answers import agreement, finish
+from scheduled_answers import agreement, finish, scheduler_for
 from tiny_models import save_tiny
 
 DELAY = "COLDBLOCK_TEST_COPY_DELAY_STEPS"
@@ -49,25 +48,7 @@ def answers_of(
             model, **settings, cpu_offload_bytes=1 << 24, deterministic=True, allow_oversize=True, num_threads=1
         )
     )
-    scheduler = Scheduler(
-        SchedulerConfig(
-            block_size=16,
-            num_gpu_blocks=executor.capacity.num_gpu_blocks,
-            num_cpu_blocks=executor.capacity.num_cpu_blocks,
-            block_bytes=executor.capacity.block_bytes,
-            max_model_len=512,
-            max_num_seqs=64,
-            max_num_batched_tokens=256,
-            prefill_chunk_tokens=64,
-            prefix_cache=True,
-            cpu_offload=True,
-            eos_token_ids=(),
-            vocab_size=300,
-            seed=0,
-            swap_or_recompute="swap",
-            allow_oversize=True,
-        )
-    )
+    scheduler = scheduler_for(executor, swap_or_recompute="swap", allow_oversize=True)
     for index, prompt in enumerate(prompts):
         scheduler.add(str(index), prompt, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=5))
     answers = finish(scheduler, executor)

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from coldblock.engine_core.control.sampling import Sampling
-from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.control.updates import Counters
 from coldblock.engine_core.device.config import ExecutorConfig
 from coldblock.engine_core.device.cpu_executor import CpuExecutor
 from coldblock.engine_core.device.cuda_executor import CudaExecutor
 from cuda_on_cpu import emulate
-from scheduled_answers import finish
+from scheduled_answers import finish, scheduler_for
 from tiny_models import save_tiny
 
 DELAY = "COLDBLOCK_TEST_COPY_DELAY_STEPS"
@@ -62,24 +61,8 @@ def serve(
     executor: AnyExecutor, rounds: Sequence[Sequence[list[int]]], new: int, prefix_cache: bool
 ) -> tuple[list[list[list[int]]], Counters]:
     """Greedy answers to the prompts of one round after the other, those of a round at once; and what it took."""
-    capacity = executor.capacity
-    config = SchedulerConfig(
-        block_size=16,
-        num_gpu_blocks=capacity.num_gpu_blocks,
-        num_cpu_blocks=capacity.num_cpu_blocks,
-        block_bytes=capacity.block_bytes,
-        max_model_len=512,
-        max_num_seqs=64,
-        max_num_batched_tokens=256,
-        prefill_chunk_tokens=64,
-        prefix_cache=prefix_cache,
-        cpu_offload=True,
-        eos_token_ids=(),
-        vocab_size=300,
-        seed=0,
-        swap_or_recompute="swap",
-    )
-    scheduler, answers = Scheduler(config), []
+    scheduler = scheduler_for(executor, prefix_cache=prefix_cache, swap_or_recompute="swap")
+    answers = []
     for prompts in rounds:
         for index, prompt in enumerate(prompts):
             scheduler.add(str(index), prompt, Sampling(max_tokens=new, temperature=0.0, ignore_eos=True))

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from coldblock.engine_core.control.plan import SampledToken
-from coldblock.engine_core.control.scheduler import Scheduler
+from coldblock.engine_core.control.scheduler import Scheduler, SchedulerConfig
 from coldblock.engine_core.control.updates import FinishedUpdate, TokenUpdate
 from coldblock.engine_core.device.executor import Executor
+
+
+def scheduler_for(executor: Executor, **settings: Any) -> Scheduler:
+    """A scheduler of this executor's blocks, and else with these settings."""
+    defaults: dict[str, Any] = {
+        "block_size": 16,
+        "num_gpu_blocks": executor.capacity.num_gpu_blocks,
+        "num_cpu_blocks": executor.capacity.num_cpu_blocks,
+        "block_bytes": executor.capacity.block_bytes,
+        "max_model_len": 512,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 256,
+        "prefill_chunk_tokens": 64,
+        "prefix_cache": True,
+        "cpu_offload": True,
+        "eos_token_ids": (),
+        "vocab_size": 300,
+        "seed": 0,
+    }
+    return Scheduler(SchedulerConfig(**{**defaults, **settings}))
 
 
 def finish(scheduler: Scheduler, executor: Executor) -> list[list[SampledToken]]:
