@@ -52,7 +52,7 @@ _FAN = 16  # parts that a node of that tree merges
 _PARTS_OF_LEVELS = (1, _FAN, _FAN**2)  # more need another level
 _PART_FIELDS = 6
 _L2_SHARE = 0.5  # of the L2 cache, for what is read ahead
-_MOST_TURNS_BYTES = 16 << 10  # measured on an H200: four steps at a head_dim of 128; more leave the L1 cache less
+_MOST_TURNS_BYTES = 16 << 10  # measured on an H200: two steps at a head_dim of 128; more take longer to copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +253,10 @@ def paged_decode(
         k_bias.check(pages)
     macros = _macros(q.dtype is torch.bfloat16, pages.format, pages.head_dim, heads // 8, k_bias is not None)
     kernel = load("paged_decode", **macros)
-    blocks, steps = macros["BLOCKS_PER_SM"], 0
+    blocks, step_bytes, steps = macros["BLOCKS_PER_SM"], 2 * macros["TILES"] * _TILE * pages.head_dim, 0
     if k_bias is not None:
-        steps = _turned_steps(kernel, pages.head_dim, blocks, macros["WARPS"] * macros["TILES"] * _TILE)
-    shared_bytes = steps * _turns_bytes(pages.head_dim)
+        steps = _turned_steps(kernel, step_bytes, blocks, macros["WARPS"] * macros["TILES"] * _TILE)
+    shared_bytes = steps * step_bytes
     kernel.prefer_l1(blocks, shared_bytes)
     kernel.launch(
         (splits.blocks,),
@@ -279,17 +279,12 @@ def _inverse(block_size: int) -> int:
     return -(-(1 << 31) // block_size)
 
 
-def _turns_bytes(head_dim: int) -> int:
-    """Of a step's turns in shared memory: 16 rows."""
-    return _TILE * head_dim * 2
-
-
 @functools.cache
-def _turned_steps(kernel: Function, head_dim: int, blocks: int, stride: int) -> int:
-    """For how many steps of a warp, `stride` tokens apart, there are turns: as many as `blocks` have room for, up to a
-    point."""
-    most = min(_MOST_TURNS_BYTES, kernel.shared_room(blocks)) // _turns_bytes(head_dim)
-    return min(most, 1 + (TILED_ROWS - _TILE) // stride)
+def _turned_steps(kernel: Function, step_bytes: int, blocks: int, stride: int) -> int:
+    """For how many steps of a warp, `stride` tokens apart, there are turns, `step_bytes` each: as many as `blocks` have
+    room for, up to a point."""
+    most = min(_MOST_TURNS_BYTES, kernel.shared_room(blocks)) // step_bytes
+    return min(most, TILED_ROWS // stride)
 
 
 def _check_splits(splits: DecodeSplits, batch: int, groups: int, heads: int, head_dim: int) -> None:

@@ -9,13 +9,13 @@ struct KeyBias {
     int positions;
 
     // The turns of two neighbouring pairs, of which `pair` is the first; past the table's end there are no tokens.
-    __device__ float4 turns(int position, int pair) const {
+    __device__ const float4 *turns_at(int position, int pair) const {
         const size_t row = min(position, positions - 1);
-        return __ldg(reinterpret_cast<const float4 *>(rotary + row * HEAD_DIM + 2 * pair));
+        return reinterpret_cast<const float4 *>(rotary + row * HEAD_DIM + 2 * pair);
     }
 
     // The same pairs of a KV head's bias.
-    __device__ float4 pairs(int kv_head, int pair) const {
-        return __ldg(reinterpret_cast<const float4 *>(values + kv_head * HEAD_DIM + 2 * pair));
+    __device__ const float4 *pairs_at(int kv_head, int pair) const {
+        return reinterpret_cast<const float4 *>(values + kv_head * HEAD_DIM + 2 * pair);
     }
 };

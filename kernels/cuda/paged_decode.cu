@@ -4,7 +4,9 @@
 // problem, tokens in the rows of K and dimensions in the rows of V^T, so that the few heads fill the 8 columns:
 //   S^T [16 tokens x 8 heads] = K [16 x D] Q^T,   O^T [D x 8 heads] += V^T [D x 16] P^T [16 x 8].
 // Which dimension is which step of a product, and which token which row, is free. It is chosen so that every lane
-// loads its own fragments from global memory, in pieces of up to 16 bytes that fill whole sectors; nothing is staged.
+// loads its own fragments of K and V from global memory, in pieces of up to 16 bytes that fill whole sectors. Nothing
+// else is loaded into registers while these are on their way: a warp that waits for one load waits for all before it, so
+// queries go through shared memory.
 //
 // A work item is a part of a sequence's tokens for one KV head. The grid is fixed: a block begins with the item of its
 // own number. After that it either takes every gridDim.x-th item, so that it knows the next one from the start, or,
@@ -15,6 +17,7 @@
 //
 // Macros, besides those of the headers: HEAD_DIM; HEAD_TILES, eights of query heads in an item; WARPS of a block and
 // BLOCKS_PER_SM; TILES of 16 tokens that a warp takes at a time; K_BIAS, 1 where K is stored without its bias.
+#include "async_copy.cuh"
 #include "kv_read.cuh"
 #include "mma.cuh"
 
@@ -42,8 +45,16 @@ constexpr int KEY_PIECE = ROW_BYTES % 64 == 0 ? 16 : 8;
 constexpr int VALUE_PIECE = ROW_BYTES % 128 == 0 ? 16 : ROW_BYTES % 64 == 0 ? 8 : 4;
 constexpr int KEY_RUN = KEY_PIECE / KV_ELEMENT_BYTES, VALUE_RUN = VALUE_PIECE / KV_ELEMENT_BYTES;
 
+// As an exponent: the smallest power of two above a number from 0 on.
+__device__ __forceinline__ int exponent_above(float x) { return (__float_as_int(x) >> 23) - 126; }
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
 // What a maximum starts with: below every score, yet finite, so that differences of two such are no NaN.
 constexpr float LOWEST = -1e38f;
+
+// The queries of a block's item. Those after its last head are that one again.
+using SharedQuery = Activation[HEADS][D + 32];  // + 32 spreads the heads over the banks
 
 #if K_BIAS
 #include "paged_decode_bias.cuh"
@@ -102,6 +113,7 @@ constexpr int NOT_CLAIMED = -2, BEING_CLAIMED = -1;
 struct Shared {
     float2 statistics[WARPS][HEADS];
     alignas(16) float output[WARPS][HEADS][D + 4];  // + 4 spreads the heads over the banks
+    alignas(16) SharedQuery query;
     // Of each warp the item at hand and the next one: registers are for K and V.
     Item item[WARPS], next[WARPS];
     int items;
@@ -110,6 +122,7 @@ struct Shared {
     bool is_last;
 #if K_BIAS
     int turned_steps;  // how many of `turns` there are
+    float4 onward[D / 4];
     RotatedKeyBias rotated[WARPS];
 #endif
 };
@@ -248,24 +261,38 @@ struct Queries {
     float factors[HEAD_TILES][2];
 };
 
-// Half holds less than bf16 does: such queries are scaled, head by head, by a power of two to just below its largest.
-__device__ __forceinline__ float fit_to_half(uint32 (&pairs)[PRODUCT_STEPS][2]) {
-    float largest = 0.f;
+#if K_BIAS
+// A warp's place for its item's output is that of its spins before.
+__device__ __forceinline__ Spins &spins_of_warp(Shared &shared) {
+    static_assert(sizeof(Spins) <= sizeof(shared.output[0]) && sizeof(shared.output[0]) % sizeof(float4) == 0);
+    return reinterpret_cast<Spins &>(shared.output[thread_now() / WARP]);
+}
+#endif
+
+// Scales a lane's head, as activations, by a power of two to less than 2^bits, and no less than half of that unless the
+// power were above 2^most; in KVValue afterwards. Returns the power's exponent.
+__device__ __forceinline__ int fit_query(uint32 (&pairs)[PRODUCT_STEPS][2], int bits, int most) {
+    Activation2 both = __habs2(reinterpret_cast<const Activation2 &>(pairs[0][0]));
 #pragma unroll
-    for (int i = 0; i < 2 * PRODUCT_STEPS; i++) {
-        const float2 pair = to_float2(reinterpret_cast<const Activation2 &>(pairs[i / 2][i % 2]));
-        largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-    }
+    for (int i = 1; i < 2 * PRODUCT_STEPS; i++)
+        both = __hmax2(both, __habs2(reinterpret_cast<const Activation2 &>(pairs[i / 2][i % 2])));
+    float largest = fmaxf(to_float2(both).x, to_float2(both).y);
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    const int exponent = min(max(__float_as_int(largest) >> 23, 30), 254);  // biased
-    const float up = __int_as_float((268 - exponent) << 23);
+    const int exponent = min(max(bits - exponent_above(largest), -100), most);
+    const float power = power_of_two(exponent);
 #pragma unroll
     for (int i = 0; i < 2 * PRODUCT_STEPS; i++) {
-        const float2 pair = to_float2(reinterpret_cast<const Activation2 &>(pairs[i / 2][i % 2]));
-        pairs[i / 2][i % 2] = pack_pair(up * pair.x, up * pair.y);
+        uint32 &words = pairs[i / 2][i % 2];
+        const Activation2 pair = reinterpret_cast<const Activation2 &>(words);
+        if constexpr (ACTIVATION_BF16 || KV_FORMAT == 1) {
+            words = pack_pair(power * to_float2(pair).x, power * to_float2(pair).y);
+        } else {
+            const Activation2 scaled = __hmul2(pair, {from_float<Activation>(power), from_float<Activation>(power)});
+            words = reinterpret_cast<const uint32 &>(scaled);
+        }
     }
-    return 1.f / up;
+    return exponent;
 }
 
 // bf16 tensor cores take bf16 queries.
@@ -277,31 +304,44 @@ __device__ __forceinline__ void round_to_bf16(uint32 (&pairs)[PRODUCT_STEPS][2])
     }
 }
 
-// A column beyond the item's heads is zero.
-__device__ __forceinline__ void load_queries(Queries &queries, const Arguments &arguments, const Item &item) {
+// Begins to copy an item's queries, by all threads of a block.
+__device__ __forceinline__ void copy_query(Shared &shared, const Arguments &arguments, const Item &item) {
+    if (item.heads == 0) return;
+    const size_t first_row = static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head;
+    for (int unit = threadIdx.x; unit < HEADS * D / 8; unit += THREADS) {
+        const int head = unit / (D / 8), dim = unit % (D / 8) * 8;
+        copy_async(&shared.query[head][dim], arguments.q + (first_row + min(head, item.heads - 1)) * D + dim);
+    }
+}
+
+// The lanes of a warp are together before and afterwards.
+__device__ __forceinline__ void load_queries(Queries &queries, Shared &shared, float scale) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++) {
         uint32 (&pairs)[PRODUCT_STEPS][2] = queries.pairs[n];
-        const int head = 8 * n + g;
-        const size_t query = static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head + head;
-        const Activation *row = arguments.q + query * D;
 #pragma unroll
         for (int i = 0; i < PRODUCT_STEPS / 2; i++) {  // 8 neighbours are 2 steps
             const int piece = 8 * i / KEY_RUN, inside = 8 * i % KEY_RUN;
-            uint4 words = {0, 0, 0, 0};
-            if (head < item.heads)
-                words = __ldcg(reinterpret_cast<const uint4 *>(row + (4 * piece + t) * KEY_RUN + inside));
+            const Activation *from = shared.query[8 * n + g] + (4 * piece + t) * KEY_RUN + inside;
+            const uint4 words = *reinterpret_cast<const uint4 *>(from);
             pairs[2 * i][0] = words.x, pairs[2 * i][1] = words.y;
             pairs[2 * i + 1][0] = words.z, pairs[2 * i + 1][1] = words.w;
         }
+        queries.factors[n][0] = queries.factors[n][1] = scale;
+        int exponent = 0;
+#if K_BIAS
+        exponent = fit_query(pairs, find_query_bits(shared.rotated[threadIdx.x / WARP]), ACTIVATION_BF16 ? 100 : 0);
+        if (t == 0) spins_of_warp(shared).scales[8 * n + g] = power_of_two(exponent);
+        __syncwarp();
+#else
         if constexpr (!ACTIVATION_BF16 && KV_FORMAT == 1) round_to_bf16(pairs);
-        queries.factors[n][0] = queries.factors[n][1] = arguments.scale;
-        if constexpr (ACTIVATION_BF16 && KV_FORMAT != 1) {
-            const float factor = fit_to_half(pairs);
+        if constexpr (ACTIVATION_BF16 && KV_FORMAT != 1) exponent = fit_query(pairs, 15, 100);  // half holds less
+#endif
+        if constexpr (K_BIAS || (ACTIVATION_BF16 && KV_FORMAT != 1)) {
 #pragma unroll
             for (int column = 0; column < 2; column++)  // lane 4g has head g's; this lane's columns are 2t and 2t + 1
-                queries.factors[n][column] *= __shfl_sync(0xffffffffu, factor, 4 * (2 * t + column));
+                queries.factors[n][column] *= power_of_two(-__shfl_sync(0xffffffffu, exponent, 4 * (2 * t + column)));
         }
     }
 }
@@ -342,12 +382,6 @@ __device__ __forceinline__ void multiply_keys(Scores &scores, const Queries &que
 #if K_BIAS
 extern __shared__ Turns turns[];  // of a warp's steps, one by one
 
-// A warp's place for its item's output is that of its spins before.
-__device__ __forceinline__ Spins &find_spins(Shared &shared) {
-    static_assert(sizeof(Spins) <= sizeof(shared.output[0]) && sizeof(shared.output[0]) % sizeof(float4) == 0);
-    return reinterpret_cast<Spins &>(shared.output[thread_now() / WARP]);
-}
-
 __device__ __forceinline__ int count_turned_steps(const Arguments &arguments, const Item &item) {
     return min(ceil_divide(item.end - item.begin, STRIDE), arguments.bias.steps);
 }
@@ -357,52 +391,39 @@ __device__ __forceinline__ void complete_turns(Shared &shared, const Arguments &
     const int there = shared.turned_steps, wanted = count_turned_steps(arguments, item);
     if (wanted <= there) return;
     copy_turns(turns, arguments.bias, there, wanted);
-    wait_for_turns();
+    commit_copies();
+    wait_for_copies<0>();
     __syncthreads();
     if (threadIdx.x == 0) shared.turned_steps = wanted;
 }
 
-// The bias as it is at a step of the calling warp that begins at `token`.
-__device__ __forceinline__ RotatedKeyBias &rotate_bias(Shared &shared, const Arguments &arguments, const Item &item,
-                                                       int token) {
-    RotatedKeyBias &rotated = shared.rotated[thread_now() / WARP];
-    rotate_bias(rotated, arguments.bias.bias, item.kv_head, token);
-    return rotated;
+// The bias as it is at the calling warp's first step of an item.
+__device__ __forceinline__ void rotate_bias(Shared &shared, const Arguments &arguments, const Item &item) {
+    rotate_bias(shared.rotated[threadIdx.x / WARP], arguments.bias.bias, item.kv_head, first_token(item));
 }
 
-__device__ __forceinline__ void load_query_pairs(QueryPairs &pairs, const Arguments &arguments, const Item &item) {
-    const size_t first = static_cast<size_t>(item.sequence) * arguments.num_heads + item.first_head;
-    load_query_pairs(pairs, arguments.q + first * D, item.heads);
-}
-
-// What the bias adds to the scores of a step that begins at `token`, in powers of two. `turned`: how many steps ago the
-// spins were found.
-__device__ __forceinline__ void find_bias_scores(Scores &scores, int &turned, Shared &shared,
-                                                 const Arguments &arguments, const Item &item, int token) {
-    Spins &spins = find_spins(shared);
+// Adds what the bias makes of a step's products. `turned`: how many steps ago the spins were found.
+__device__ __forceinline__ void multiply_bias(Scores &scores, int &turned, Shared &shared,
+                                              const Arguments &arguments) {
+    Spins &spins = spins_of_warp(shared);
     if (turned == arguments.bias.steps) {
-        QueryPairs pairs;
-        load_query_pairs(pairs, arguments, item);
-        find_spins(spins, rotate_bias(shared, arguments, item, token), pairs);
+        RotatedKeyBias &rotated = shared.rotated[thread_now() / WARP];
+        turn_onward(rotated, shared.onward);
+        find_spins(spins, rotated, shared.query);
         turned = 0;
     }
     multiply_spins(scores, spins, turns[turned++]);
-#pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++) {
-#pragma unroll
-        for (int column = 0; column < 2; column++) {
-            const float factor = arguments.scale * spins.factors[8 * n + thread_now() % 4 * 2 + column];
-#pragma unroll
-            for (int i = 0; i < 2 * TILES; i++) scores[i / 2][n][i % 2 * 2 + column] *= factor;
-        }
-    }
 }
 #endif
 
-// The products of q and K as it is stored, in powers of two; and what is to be `added` to them.
-__device__ __forceinline__ void find_scores(Scores &scores, const Scores &added, const Queries &queries,
-                                            const Keys &keys) {
-    multiply_keys(scores, queries, keys);
+// The products of q and K in powers of two, where `scores` are zeros or the products of q and the bias.
+__device__ __forceinline__ void find_scores(Scores &scores, const Queries &queries, const Keys &keys) {
+    Scores unscaled = {};
+    if constexpr (KV_SCALED) {
+        multiply_keys(unscaled, queries, keys);
+    } else {
+        multiply_keys(scores, queries, keys);
+    }
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
         const float2 row_scales = KV_SCALED ? to_float2(keys.scales[i]) : make_float2(1.f, 1.f);
@@ -410,8 +431,15 @@ __device__ __forceinline__ void find_scores(Scores &scores, const Scores &added,
         for (int n = 0; n < HEAD_TILES; n++) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float factor = queries.factors[n][j % 2] * (j < 2 ? row_scales.x : row_scales.y);
-                scores[i][n][j] = fmaf(scores[i][n][j], factor, added[i][n][j]);
+                const float row_scale = j < 2 ? row_scales.x : row_scales.y, factor = queries.factors[n][j % 2];
+                float &score = scores[i][n][j];
+                if constexpr (!KV_SCALED) {
+                    score *= factor;
+                } else if constexpr (!K_BIAS) {
+                    score = unscaled[i][n][j] * (row_scale * factor);
+                } else {
+                    score = fmaf(unscaled[i][n][j], row_scale, score) * factor;
+                }
             }
         }
     }
@@ -572,9 +600,9 @@ __device__ __forceinline__ void attend(Shared &shared, Gathered &gathered, Keys 
 #endif
 #pragma unroll 1
     for (int token = first_token(item); token < item.end; token += STRIDE) {
-        Scores scores = {}, added = {};
+        Scores scores = {};
 #if K_BIAS
-        find_bias_scores(added, turned, shared, arguments, item, token);
+        multiply_bias(scores, turned, shared, arguments);
 #endif
         const int remaining = item.end - token;
         const bool goes_on = remaining > STRIDE;
@@ -584,7 +612,7 @@ __device__ __forceinline__ void attend(Shared &shared, Gathered &gathered, Keys 
         const bool loads = ahead < end;
         Tile tiles[TILES];
         if (loads) find_tiles(tiles, arguments, sequence, kv_head, ahead, end);
-        find_scores(scores, added, queries, keys);
+        find_scores(scores, queries, keys);
         if (remaining < STEP) mask_scores(scores, values, remaining);
         if (loads) load_keys(keys, tiles);
         Weights weights;
@@ -733,23 +761,29 @@ __device__ __forceinline__ void merge_parts(Shared &shared, const Arguments &arg
 // `shared` has the item, and afterwards the next one.
 __device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values &values, const Arguments &arguments) {
     const Item &item = shared.item[threadIdx.x / WARP];
-#if K_BIAS
-    QueryPairs pairs;
-    load_query_pairs(pairs, arguments, item);
-#endif
     Queries queries;
-    load_queries(queries, arguments, item);
+    load_queries(queries, shared, arguments.scale);
 #if K_BIAS
     complete_turns(shared, arguments, item);
-    if (first_token(item) < item.end) find_spins(find_spins(shared), shared.rotated[threadIdx.x / WARP], pairs);
+    if (first_token(item) < item.end)
+        find_spins(spins_of_warp(shared), shared.rotated[threadIdx.x / WARP], shared.query);
 #endif
-    if (!shared.claims) keep(shared.next, find_item(arguments, item.number + gridDim.x, shared.items));
+    if (!shared.claims) {
+        const int number = item.number + gridDim.x;
+        if (number < shared.items) {
+            keep(shared.next, find_item(arguments, number, shared.items));
+        } else {
+            keep(shared.next, {});
+        }
+    }
     Gathered gathered = {};
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; i++) gathered.largest[i / 2][i % 2] = LOWEST;
     attend(shared, gathered, keys, values, queries, arguments, item);
     share(shared, gathered);
-    if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;  // all warps know the next item
+    copy_query(shared, arguments, shared.next[threadIdx.x / WARP]);  // all warps have theirs, and know the next item
+    commit_copies();
+    if (threadIdx.x == 0) shared.claimed = NOT_CLAIMED;
     merge_warps(shared, arguments, item);
     if (item.parts > 1) merge_parts(shared, arguments, item);
 }
@@ -782,30 +816,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const bool loads = first_token(item) < item.end, early = first_token(item) + STEP <= item.end - batch;
     Tile tiles[TILES];
     if (loads) find_tiles(tiles, arguments, item.sequence, item.kv_head, first_token(item), item.end);
+#if K_BIAS
+    copy_onward(shared.onward, arguments.bias);
+    copy_turns(turns, arguments.bias, 0, count_turned_steps(arguments, item));
+#endif
     Keys keys;
     Values values;
     if (loads && early) load_step(keys, values, arguments, tiles);
     prefetch(arguments, item, early ? TILES : 0);
 #if K_BIAS
     if (threadIdx.x == 0) shared.turned_steps = count_turned_steps(arguments, item);
-    copy_turns(turns, arguments.bias, 0, count_turned_steps(arguments, item));
-    rotate_bias(shared, arguments, item, first_token(item));
+    rotate_bias(shared, arguments, item);
 #endif
     wait_for_previous_kernel();
+    copy_query(shared, arguments, item);
+    commit_copies();
     if (loads && !early) load_step(keys, values, arguments, tiles);
     keep(shared.item, item);
-#if K_BIAS
-    wait_for_turns();
-#endif
+    wait_for_copies<0>();
     __syncthreads();
 #pragma unroll 1
     while (shared.item[threadIdx.x / WARP].heads > 0) {
         compute_item(shared, keys, values, arguments);
+        wait_for_copies<0>();
         __syncthreads();  // before the next item writes to shared memory
         keep(shared.item, shared.next[threadIdx.x / WARP]);
 #if K_BIAS
-        const Item &next = shared.item[threadIdx.x / WARP];
-        rotate_bias(shared, arguments, next, first_token(next));
+        rotate_bias(shared, arguments, shared.item[threadIdx.x / WARP]);
 #endif
     }
 }

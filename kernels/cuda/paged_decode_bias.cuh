@@ -1,12 +1,14 @@
-// For `paged_decode`: what a bias that K as stored lacks adds to the scores.
+// For `paged_decode`: what a bias that K as stored lacks adds to the products of q and K.
 //
 // A rotary pair of q and of the bias b, two neighbouring elements, is a complex number. With w = b exp(i first angle),
 // the bias at position `first`, a token at first + r adds the sum over all pairs of Re(q conj(w) exp(-i r angle)): a
-// product of the spin q conj(w) with the turn (cos r angle, sin r angle). Turns are the same for all items, 16 rows per
-// step of a warp; they lie in shared memory for a few of its steps, after which it finds its spins anew. A step's tiles
-// have the same turns, and spins of their own.
+// product of the spin q conj(w) with the turn (cos r angle, sin r angle). Turns are the same for all items. They lie in
+// shared memory for a few steps of a warp, after which it turns w onward, in fp32, and finds its spins anew.
 //
-// Both are rounded once to half, 2^-12 of an element at most, as an fp16 pool rounds K with its bias.
+// This is done while a step's K and V are on their way. So nothing is loaded into registers from global memory: a warp
+// that waits for one such load waits for all of them.
+//
+// Spins and turns are rounded once to half, 2^-12 of an element at most, as an fp16 pool rounds K with its bias.
 //
 // Of chunk 4i + t of a head's 8-element chunks, lane 4g + t has the pairs of steps 2i and 2i + 1 of the product.
 #pragma once
@@ -19,27 +21,20 @@ struct TurnedBias {
     int tiles, steps;    // steps of a warp that spins serve
 };
 
-using Turns = uint4[PRODUCT_STEPS][WARP];
+// Of a warp's step.
+using Turns = uint4[TILES][PRODUCT_STEPS][WARP];
 
-// B of the product for every tile of a warp's step.
-struct alignas(8 * TILES) Spin {
-    uint2 tiles[TILES];
-};
-
-// A warp's spins, each head's scaled by a power of two; and what undoes that.
+// A warp's spins as B of the product, of q times `scales`, a power of two for each head.
 struct Spins {
-    Spin fragments[HEAD_TILES][PRODUCT_STEPS][WARP];
-    float factors[8 * HEAD_TILES];
+    uint2 fragments[HEAD_TILES][PRODUCT_STEPS][WARP];
+    float scales[8 * HEAD_TILES];
 };
 
-// The bias at the first token of every tile of a warp's step, and the largest of its elements.
+// The bias at the first token of a warp's step; and what no element exceeds, wherever it is turned to.
 struct RotatedKeyBias {
-    float4 tiles[TILES][D / 4];
+    float4 pairs[D / 4];
     float largest;
 };
-
-// What a lane needs of its head in every head tile: its pairs of two steps at a time.
-using QueryPairs = uint4[HEAD_TILES][PRODUCT_STEPS / 2];
 
 // x * turn, pair by pair.
 __device__ __forceinline__ float4 turn_on(const float4 &x, const float4 &turn) {
@@ -57,6 +52,12 @@ __device__ __forceinline__ float4 times(float factor, const float4 &x) {
     return make_float4(factor * x.x, factor * x.y, factor * x.z, factor * x.w);
 }
 
+__device__ __forceinline__ float4 to_float4(uint32 first, uint32 second) {
+    const float2 x = to_float2(reinterpret_cast<const Activation2 &>(first));
+    const float2 y = to_float2(reinterpret_cast<const Activation2 &>(second));
+    return make_float4(x.x, x.y, y.x, y.y);
+}
+
 __device__ __forceinline__ uint32 round_to_half(float x, float y) {
     const __half2 pair = __floats2half2_rn(x, y);
     return reinterpret_cast<const uint32 &>(pair);
@@ -72,118 +73,89 @@ __device__ __forceinline__ uint32 thread_now() {
 
 // Begins to copy the turns of a warp's steps [first, end), by all threads of a block. Reads only what no kernel writes.
 __device__ __forceinline__ void copy_turns(Turns *turns, const TurnedBias &bias, int first, int end) {
-    constexpr int UNITS = PRODUCT_STEPS * WARP;
-    for (int unit = first * UNITS + threadIdx.x; unit < end * UNITS; unit += THREADS) {
-        const int tile = min(unit / UNITS * (STRIDE / TILE), bias.tiles - 1);  // past the last there are no tokens
-        const uint32 to = static_cast<uint32>(__cvta_generic_to_shared(turns[0][0] + unit));
-        const uint4 *from = bias.turns + tile * UNITS + unit % UNITS;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    constexpr int UNITS = PRODUCT_STEPS * WARP;  // of a tile
+    for (int unit = first * TILES * UNITS + threadIdx.x; unit < end * TILES * UNITS; unit += THREADS) {
+        const int step = unit / (TILES * UNITS), tile = step * (STRIDE / TILE) + unit / UNITS % TILES;
+        const int there = min(tile, bias.tiles - 1);  // past the last there are no tokens
+        copy_async(turns[0][0][0] + unit, bias.turns + there * UNITS + unit % UNITS);
     }
 }
 
-__device__ __forceinline__ void wait_for_turns() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// By all threads of a block: the turn from a warp's steps to those `steps` further on, times the table's factor.
+__device__ __forceinline__ void copy_onward(float4 (&onward)[D / 4], const TurnedBias &bias) {
+    static_assert(THREADS >= D / 4);
+    if (threadIdx.x < D / 4) copy_async(onward + threadIdx.x, bias.bias.turns_at(bias.steps * STRIDE, 2 * threadIdx.x));
+}
 
-// Elements are spread over the lanes. Reads only what no kernel writes.
+// Pairs are spread over the lanes, which are together afterwards, here and below. Reads only what no kernel writes.
 __device__ __forceinline__ void rotate_bias(RotatedKeyBias &rotated, const KeyBias &bias, int kv_head, int token) {
     float largest = 0.f;
 #pragma unroll
     for (int unit = threadIdx.x % WARP; unit < D / 4; unit += WARP) {
-        const float4 pairs = bias.pairs(kv_head, 2 * unit);
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            const float4 x = turn_on(pairs, bias.turns(token + i * TILE, 2 * unit));
-            rotated.tiles[i][unit] = x;
-            largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
-        }
+        const float4 x = turn_on(__ldg(bias.pairs_at(kv_head, 2 * unit)), __ldg(bias.turns_at(token, 2 * unit)));
+        rotated.pairs[unit] = x;
+        largest = fmaxf(largest, fmaxf(fabsf(x.x) + fabsf(x.y), fabsf(x.z) + fabsf(x.w)));
     }
     const uint32 bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));  // as numbers from 0 on compare
     if (threadIdx.x % WARP == 0) rotated.largest = __uint_as_float(bits);
     __syncwarp();
 }
 
-// A head beyond the item's is zero.
-__device__ __forceinline__ void load_query_pairs(QueryPairs &pairs, const Activation *first_query, int heads) {
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+__device__ __forceinline__ float4 without_factor(const float4 &turn) {
+    const float x = rsqrtf(turn.x * turn.x + turn.y * turn.y), y = rsqrtf(turn.z * turn.z + turn.w * turn.w);
+    return make_float4(x * turn.x, x * turn.y, y * turn.z, y * turn.w);
+}
+
+__device__ __forceinline__ void turn_onward(RotatedKeyBias &rotated, const float4 (&onward)[D / 4]) {
+#pragma unroll
+    for (int unit = threadIdx.x % WARP; unit < D / 4; unit += WARP)
+        rotated.pairs[unit] = turn_on(rotated.pairs[unit], without_factor(onward[unit]));
+    __syncwarp();
+}
+
+// So many bits may q have that no spin overflows, turns being TURN_SCALE times as large: twice their product becomes
+// less than 2^15. That is a bound, but half has bits to spare.
+__device__ __forceinline__ int find_query_bits(const RotatedKeyBias &rotated) {
+    return min(15, 22 - exponent_above(rotated.largest));
+}
+
+// The spins of an item's scaled heads in the step whose bias is `rotated`.
+__device__ __forceinline__ void find_spins(Spins &spins, const RotatedKeyBias &rotated, const SharedQuery &query) {
+    const int lane = thread_now() % WARP, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++) {
-        const uint4 *query = reinterpret_cast<const uint4 *>(first_query + (8 * n + g) * D);
+        const uint4 *row = reinterpret_cast<const uint4 *>(query[8 * n + lane / 4]);
+        const float scale = spins.scales[8 * n + lane / 4] / TURN_SCALE;
 #pragma unroll
         for (int i = 0; i < PRODUCT_STEPS / 2; i++) {
-            pairs[n][i] = make_uint4(0, 0, 0, 0);
-            if (8 * n + g < heads) pairs[n][i] = __ldcg(query + 4 * i + t);
-        }
-    }
-}
-
-__device__ __forceinline__ float4 to_float4(uint32 first, uint32 second) {
-    const float2 x = to_float2(reinterpret_cast<const Activation2 &>(first));
-    const float2 y = to_float2(reinterpret_cast<const Activation2 &>(second));
-    return make_float4(x.x, x.y, y.x, y.y);
-}
-
-// The largest element of the lane's head.
-__device__ __forceinline__ float find_largest(const uint4 (&pairs)[PRODUCT_STEPS / 2]) {
-    const auto magnitude = [](const uint32 &pair) { return __habs2(reinterpret_cast<const Activation2 &>(pair)); };
-    Activation2 largest = magnitude(pairs[0].x);
+            const uint4 words = row[4 * i + t];
 #pragma unroll
-    for (int i = 0; i < PRODUCT_STEPS / 2; i++) {
-        const uint4 &words = pairs[i];
-        largest = __hmax2(largest, __hmax2(__hmax2(magnitude(words.x), magnitude(words.y)),
-                                           __hmax2(magnitude(words.z), magnitude(words.w))));
-    }
-    const float2 both = to_float2(largest);
-    float one = fmaxf(both.x, both.y);
-    one = fmaxf(one, __shfl_xor_sync(0xffffffffu, one, 1));
-    return fmaxf(one, __shfl_xor_sync(0xffffffffu, one, 2));
-}
-
-// The biased exponent of the power of two with which no spin of such q and bias overflows: twice their product becomes
-// less than 2^15. That is a bound, but half has bits to spare.
-__device__ __forceinline__ int find_exponent(float largest_query, float largest_bias) {
-    const int exponents = (__float_as_int(largest_query) >> 23) + (__float_as_int(largest_bias) >> 23);
-    return min(max(393 - exponents, 30), 200);  // a bias of zero leaves no bound
-}
-
-// The spins of q in the step whose bias is `rotated`. The lanes of a warp are together before and afterwards.
-__device__ __forceinline__ void find_spins(Spins &spins, const RotatedKeyBias &rotated, const QueryPairs &pairs) {
-    const int lane = threadIdx.x % WARP, t = lane % 4;
-#pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++) {
-        const int exponent = find_exponent(find_largest(pairs[n]), rotated.largest);
-        const float scale = __int_as_float(exponent << 23);
-        if (t == 0) spins.factors[8 * n + lane / 4] = __int_as_float((254 - exponent) << 23) / TURN_SCALE;
-#pragma unroll
-        for (int step = 0; step < PRODUCT_STEPS; step++) {
-            const uint4 &words = pairs[n][step / 2];
-            const float4 q = times(scale, step % 2 == 0 ? to_float4(words.x, words.y) : to_float4(words.z, words.w));
-            Spin spin;
-#pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                const float4 turned = turn_back(q, rotated.tiles[i][(step / 2 * 4 + t) * 2 + step % 2]);
-                spin.tiles[i] = {round_to_half(turned.x, turned.y), round_to_half(turned.z, turned.w)};
+            for (int j = 0; j < 2; j++) {
+                const float4 q = times(scale, j == 0 ? to_float4(words.x, words.y) : to_float4(words.z, words.w));
+                const float4 spin = turn_back(q, rotated.pairs[(4 * i + t) * 2 + j]);
+                spins.fragments[n][2 * i + j][lane] = {round_to_half(spin.x, spin.y), round_to_half(spin.z, spin.w)};
             }
-            spins.fragments[n][step][lane] = spin;
         }
     }
     __syncwarp();
 }
 
-// What the bias adds to the scores of a step, before `factors`.
+// Adds to the products of a step what the bias makes of them.
 __device__ __forceinline__ void multiply_spins(float (&products)[TILES][HEAD_TILES][4], const Spins &spins,
                                                const Turns &turns) {
     const int lane = thread_now() % WARP;
 #pragma unroll
     for (int step = 0; step < PRODUCT_STEPS; step++) {
-        const uint4 turn = turns[step][lane];
-        const uint32 a[4] = {turn.x, turn.y, turn.z, turn.w};
+        uint32 b[HEAD_TILES][2];
 #pragma unroll
-        for (int n = 0; n < HEAD_TILES; n++) {
-            const Spin spin = spins.fragments[n][step][lane];
+        for (int n = 0; n < HEAD_TILES; n++)
+            reinterpret_cast<uint2 &>(b[n]) = spins.fragments[n][step][lane];
 #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                const uint32 b[2] = {spin.tiles[i].x, spin.tiles[i].y};
-                mma_m16n8k16<__half>(products[i][n], a, b);
-            }
+        for (int i = 0; i < TILES; i++) {
+            const uint4 turn = turns[i][step][lane];
+            const uint32 a[4] = {turn.x, turn.y, turn.z, turn.w};
+#pragma unroll
+            for (int n = 0; n < HEAD_TILES; n++) mma_m16n8k16<__half>(products[i][n], a, b[n]);
         }
     }
 }

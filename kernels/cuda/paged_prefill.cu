@@ -249,7 +249,7 @@ __device__ void load_spins(uint8 *tile, const Activation *q, const Work &work, c
         if (work.has(row)) load8(q + work.target(row, num_heads) * HEAD_DIM + chunk * 8, values);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float4 pairs = bias.pairs(0, 4 * chunk + 2 * i);
+            const float4 pairs = __ldg(bias.pairs_at(0, 4 * chunk + 2 * i));
             const float4 x = make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
             values[4 * i] = factor * fmaf(x.x, pairs.x, x.y * pairs.y);
             values[4 * i + 1] = factor * fmaf(x.y, pairs.x, -x.x * pairs.y);

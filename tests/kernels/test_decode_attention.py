@@ -505,7 +505,7 @@ def test_a_bias_at_any_position(positions: int, theta: float) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("q_scale", [1e-30, 1e-4, 1e8])
+@pytest.mark.parametrize("q_scale", [1e-30, 1e-4, 1e4])
 @pytest.mark.parametrize("kv_format", ["fp16", "bf16", "int8", "fp8_e4m3"])
 def test_a_bias_with_queries_of_any_size(kv_format: str, q_scale: float) -> None:
     """Scores are of the usual size, all from the bias."""
