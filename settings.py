@@ -1,6 +1,6 @@
 """How every command reads its settings: command line over environment over file, refused in one line when wrong.
 
-Owns: the `Settings` base class, `load`, and the exit codes of the `coldblock` program.
+Owns: the base classes `Settings` and `FileSettings`, `load`, and the exit codes of the `coldblock` program.
 Does not know: which settings any command has.
 
 A file (`--config FILE` or `COLDBLOCK_CONFIG`) is YAML or TOML with a section a process: `engine`, `frontend`. A command
@@ -44,7 +44,7 @@ class UsageError(Exception):
 
 
 class Settings(BaseSettings):
-    """Base of every command's settings. Subclasses declare fields; `sections` names the parts of the file they read."""
+    """Base of every command's settings. Subclasses declare fields."""
 
     model_config = SettingsConfigDict(
         env_prefix=_ENV_PREFIX,
@@ -58,9 +58,6 @@ class Settings(BaseSettings):
         cli_avoid_json=True,
         cli_shortcuts={"max-model-len": "max-cache"},
     )
-    sections: ClassVar[tuple[str, ...]] = ()
-
-    config: Path | None = Field(None, description="YAML or TOML file with further settings")
 
     @classmethod
     def settings_customise_sources(
@@ -72,7 +69,24 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Order of precedence; the command line is put before all of these by `load`."""
-        return init_settings, env_settings, _FileSource(settings_cls, cls.sections)
+        return init_settings, env_settings
+
+
+class FileSettings(Settings):
+    """Base of the settings that a file may hold too; `sections` names the parts of it that they read."""
+
+    sections: ClassVar[tuple[str, ...]]
+
+    config: Path | None = Field(None, description="YAML or TOML file with further settings")
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *args: Any, **sources: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """A file comes after all others."""
+        return *super().settings_customise_sources(settings_cls, *args, **sources), _FileSource(
+            settings_cls, cls.sections
+        )
 
 
 class _FileSource(InitSettingsSource):

@@ -13,13 +13,13 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
 from ..logs import LogFormat, LogLevel
-from ..settings import Settings
+from ..settings import FileSettings, Settings
 from .kv_layout import KV_CACHE_DTYPES, resolve_kv_cache_dtype
 
 MAX_SEED = 2**63 - 1
 
 
-class EngineSettings(Settings):
+class EngineSettings(FileSettings):
     """Everything `coldblock engine` can be told. Each is also COLDBLOCK_<NAME>, and a key under `engine:` in a file."""
 
     sections: ClassVar[tuple[str, ...]] = ("engine",)

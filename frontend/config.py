@@ -14,7 +14,7 @@ from pydantic_settings import NoDecode
 from ..logs import LogFormat, LogLevel
 from ..protocol.errors import ColdblockError
 from ..protocol.sockets import CurveKeys, check_endpoint, default_endpoint
-from ..settings import Settings
+from ..settings import FileSettings
 
 
 def _split(value: Any) -> Any:
@@ -25,7 +25,7 @@ def _split(value: Any) -> Any:
     return tuple(piece.strip() for part in parts for piece in part.split(",") if piece.strip())
 
 
-class FrontendSettings(Settings):
+class FrontendSettings(FileSettings):
     """How a frontend listens, and which engines it sends requests to."""
 
     sections: ClassVar[tuple[str, ...]] = ("frontend",)

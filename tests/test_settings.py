@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from coldblock.__main__ import main as program
-from coldblock.engine_core.config import EngineSettings
+from coldblock.engine_core.config import EngineSettings, StatusSettings
 from coldblock.settings import UsageError, load, models_dir
 
 
@@ -95,6 +95,12 @@ def test_a_wrong_file_is_one_line(
     line = capsys.readouterr().err.strip()
     assert len(line.splitlines()) == 1
     assert all(word in line for word in words), line
+
+
+def test_only_commands_with_a_section_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(StatusSettings, ["--config", "coldblock.yaml"], prog="coldblock status", summary="")
+    assert "unrecognized arguments: --config" in capsys.readouterr().err
 
 
 def test_models_dir_honours_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
