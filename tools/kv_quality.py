@@ -38,30 +38,33 @@ class Quality:
 
 @dataclass
 class _Tally:
-    """What is summed up of one format."""
+    """What is summed up of one format: numbers, as a small tensor that stayed would keep the memory around it from use
+    for the next logits."""
 
     pool: KVPool
-    kl: list[Tensor] = field(default_factory=list)
-    agreed: list[Tensor] = field(default_factory=list)
-    loss: list[Tensor] = field(default_factory=list)
+    kl: array[float] = field(default_factory=lambda: array("d"))
+    agreed: int = 0
+    losses: int = 0
+    loss: float = 0.0
 
     def add(self, wanted: Tensor, got: Tensor, following: Tensor) -> None:
         """Logits [T, V] of the reference and of this format; the tokens that follow, fewer than T at a text's end."""
-        self.agreed.append(wanted.argmax(-1) == got.argmax(-1))
+        self.agreed += int((wanted.argmax(-1) == got.argmax(-1)).sum())
+        self.losses += len(following)
         for some, ours, after in zip(wanted.split(_ROWS), got.split(_ROWS), _padded(following, len(got)), strict=True):
             expected, found = some.double().log_softmax(-1), ours.double().log_softmax(-1)
-            self.kl.append((expected.exp() * (expected - found)).sum(-1))
-            self.loss.append(-found[: len(after)].gather(1, after[:, None])[:, 0])
+            self.kl.extend((expected.exp() * (expected - found)).sum(-1).tolist())
+            self.loss -= float(found[: len(after)].gather(1, after[:, None]).sum())
 
     def quality(self) -> Quality:
         """All of it as figures."""
-        kl = torch.cat(self.kl)
+        kl = torch.tensor(self.kl, dtype=torch.float64)
         return Quality(
             kv_format=self.pool.format_name,
-            perplexity=math.exp(float(torch.cat(self.loss).mean())),
+            perplexity=math.exp(self.loss / self.losses),
             mean_kl=float(kl.mean()),
             p99_kl=float(kl.quantile(0.99)),
-            top1_agreement=float(torch.cat(self.agreed).double().mean()),
+            top1_agreement=self.agreed / len(kl),
             bytes_per_token=self.pool.block_bytes / self.pool.block_size,
         )
 

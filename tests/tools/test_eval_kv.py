@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,17 @@ def test_the_embedded_model_keeps_its_quality(embedded_model: Path) -> None:
         assert quality.mean_kl < quality.p99_kl
         assert quality.perplexity < 40
     assert [quality.bytes_per_token for quality in found] == [11880, 11520, 11520]
+
+
+def test_memory_does_not_grow_with_the_text(embedded_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(eval_kv.TEXT.read_text()[:4500])
+    flags = (str(embedded_model), "--text", str(text), "--out", str(tmp_path), "--threads", "1")
+    child = subprocess.Popen([sys.executable, "-m", "coldblock", "eval", "kv", *flags], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    assert usage.ru_maxrss < 2 << 20, "KiB; the model and a chunk's logits take 1.4 GiB"
 
 
 def test_figures_are_those_of_a_plain_computation(model: Path) -> None:
