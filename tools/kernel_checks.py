@@ -26,6 +26,7 @@ from ..kernels import decode_attention, fused, prefill_attention, prefill_attent
 from ..kernels.pages import HEAD_DIMS, KVPages, stored_keys_and_values
 from ..kernels.rotated_bias import RotatedBias
 from ..kernels.sampling import PARAMETERS, parameter_row
+from .large_bias import large_bias
 
 DEVICE = "cuda"
 FORMATS: tuple[FormatName, ...] = ("fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2")
@@ -87,7 +88,10 @@ def kernel_comparisons(seed: int, architecture: str) -> Iterator[Callable[[], Co
         name = f"{kv_format}, head_dim {head_dim}"
         yield partial(_rope, f"rotary and KV write {name}", kv_format, head_dim)
         yield partial(_decode, f"decode attention {name}", kv_format, head_dim)
-        yield partial(_prefill, f"prefill attention {name}", kv_format, head_dim, prefill_attention.paged_prefill_mma)
+        yield partial(_decode, f"decode attention {name}, K bias apart", kv_format, head_dim, biased=True)
+        general = prefill_attention.paged_prefill_mma
+        yield partial(_prefill, f"prefill attention {name}", kv_format, head_dim, general)
+        yield partial(_prefill, f"prefill attention {name}, K bias apart", kv_format, head_dim, general, biased=True)
         yield partial(_prefill, f"prefill attention in splits {name}", kv_format, head_dim, _in_splits)
         if architecture == prefill_attention_hopper.ARCHITECTURE and head_dim in prefill_attention_hopper.HEAD_DIMS:
             attend = prefill_attention_hopper.paged_prefill_hopper
@@ -228,28 +232,38 @@ def _activation(kv_format: FormatName) -> torch.dtype:
     return torch.bfloat16 if kv_format == "bf16" else torch.float16
 
 
-def _decode(name: str, kv_format: FormatName, head_dim: int) -> Comparison:
+def _bias(head_dim: int, biased: bool) -> RotatedBias | None:
+    return large_bias(KV_HEADS, head_dim, max(LENGTHS), DEVICE) if biased else None
+
+
+def _decode(name: str, kv_format: FormatName, head_dim: int, biased: bool = False) -> Comparison:
     pages, tables = _filled_pool(kv_format, head_dim)
+    k_bias = _bias(head_dim, biased)
     q = torch.randn(len(LENGTHS), HEADS, head_dim, dtype=_activation(kv_format), device=DEVICE)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     splits = decode_attention.DecodeSplits.allocate(pages, HEADS, len(LENGTHS), sum(LENGTHS))
     plan = splits.plan_for(np.array(LENGTHS, np.int32))
     splits.plan[: len(plan)].copy_(torch.from_numpy(plan))
     out = torch.full((len(LENGTHS), HEADS * head_dim), math.nan, dtype=q.dtype, device=DEVICE)
-    decode_attention.paged_decode(q, pages, 0, tables, lengths, splits, out)
-    return compare(name, out, decode_attention.paged_decode_reference(q, pages, 0, tables, lengths))
+    decode_attention.paged_decode(q, pages, 0, tables, lengths, splits, out, k_bias)
+    return compare(name, out, decode_attention.paged_decode_reference(q, pages, 0, tables, lengths, k_bias))
 
 
-def _prefill(name: str, kv_format: FormatName, head_dim: int, attend: Callable[..., None]) -> Comparison:
+def _prefill(
+    name: str, kv_format: FormatName, head_dim: int, attend: Callable[..., None], biased: bool = False
+) -> Comparison:
     """Of every sequence the last tokens, up to 200, as a chunk behind what is there already."""
     pages, tables = _filled_pool(kv_format, head_dim)
+    k_bias = _bias(head_dim, biased)
     counts = [min(length, 200) for length in LENGTHS]
     starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     q = torch.randn(sum(counts), HEADS, head_dim, dtype=_activation(kv_format), device=DEVICE)
     out = torch.full((sum(counts), HEADS * head_dim), math.nan, dtype=q.dtype, device=DEVICE)
-    attend(q, pages, 0, tables, starts, lengths, max(counts), max(LENGTHS), out)
-    return compare(name, out, prefill_attention.paged_prefill_reference(q, pages, 0, tables, starts, lengths))
+    bias = {"k_bias": k_bias} if biased else {}  # which not every kernel can add
+    attend(q, pages, 0, tables, starts, lengths, max(counts), max(LENGTHS), out, **bias)
+    wanted = prefill_attention.paged_prefill_reference(q, pages, 0, tables, starts, lengths, k_bias=k_bias)
+    return compare(name, out, wanted)
 
 
 def _in_splits(q: Tensor, pages: KVPages, *arguments: Any) -> None:

@@ -27,7 +27,8 @@ from coldblock.kernels.fused import rope_and_write, rope_reference
 from coldblock.kernels.loader import load
 from coldblock.kernels.pages import FORMAT_NUMBERS, HEAD_DIMS, KVPages, stored_keys_and_values
 from coldblock.kernels.rotated_bias import RotatedBias
-from large_bias import large_bias, rounded
+from coldblock.tools.large_bias import large_bias
+from rounded_bias import rounded
 from torch import Tensor
 
 FORMATS = tuple(FORMAT_NUMBERS)

@@ -21,7 +21,8 @@ from coldblock.kernels.prefill_attention import (
     paged_prefill_reference,
 )
 from coldblock.kernels.rotated_bias import RotatedBias
-from large_bias import large_bias, rounded
+from coldblock.tools.large_bias import large_bias
+from rounded_bias import rounded
 from torch import Tensor
 
 FORMATS: tuple[PageFormat, ...] = ("fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2")

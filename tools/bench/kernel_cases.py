@@ -6,6 +6,7 @@ Owns: sizes, inputs, and the count of bytes and operations of each case. Does no
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ...engine_core.kv_layout import KVShape, paged_kv_block_bytes
 from ...engine_core.models.cuda_linears import PackedProduct, packed_product
 from ...kernels import decode_attention, fused, prefill_attention, sampling, w4, w8
 from ...kernels.pages import FORMAT_NUMBERS, KVPages, PageFormat
+from ..large_bias import large_bias
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, GROUP = 36, 2048, 16, 2, 128, 11008, 151936, 128
 BLOCK_SIZE = 16
@@ -50,18 +52,10 @@ def all_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     yield "dequantize gate_up", dequantize
     for rows in HEAD_ROWS:
         yield f"int8 head, {rows} rows", functools.partial(int8_head, rows)
-    for kv_format in FORMAT_NUMBERS:
-        for sequences, context in DECODE:
-            yield (
-                f"decode attention {kv_format}, {sequences} x {context}",
-                functools.partial(decode, kv_format, sequences, context),
-            )
-    for kv_format in FORMAT_NUMBERS:
-        for sequences, tokens in PREFILL:
-            yield (
-                f"prefill attention {kv_format}, {sequences} x {tokens}",
-                functools.partial(prefill, kv_format, sequences, tokens),
-            )
+    for attention, make, sizes in (("decode", decode, DECODE), ("prefill", prefill, PREFILL)):
+        for kv_format, (sequences, tokens), biased in itertools.product(FORMAT_NUMBERS, sizes, (False, True)):
+            name = f"{attention} attention {kv_format}, {sequences} x {tokens}{', K bias apart' if biased else ''}"
+            yield name, functools.partial(make, kv_format, sequences, tokens, biased)
     for tokens in (1, 64, 8192):
         yield f"rms_norm, {tokens} rows", functools.partial(norm, tokens)
         yield f"silu_multiply, {tokens} rows", functools.partial(silu, tokens)
@@ -137,8 +131,8 @@ def _tables(sequences: int, context: int) -> Tensor:
     return order.view(sequences, blocks)
 
 
-def decode(kv_format: PageFormat, sequences: int, context: int) -> Case:
-    """Paged decode attention; a call is one layer."""
+def decode(kv_format: PageFormat, sequences: int, context: int, biased: bool) -> Case:
+    """Paged decode attention, of a pool whose K lacks a bias or not; a call is one layer."""
     tables = _tables(sequences, context)
     pages = _pages(kv_format, tables.numel(), POOL_LAYERS)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
@@ -147,16 +141,20 @@ def decode(kv_format: PageFormat, sequences: int, context: int) -> Case:
     splits.plan[: len(plan)].copy_(torch.from_numpy(plan))
     q = torch.randn(sequences, HEADS, HEAD_DIM, dtype=_activation(kv_format), device="cuda")
     out = torch.empty(sequences, HEADS * HEAD_DIM, dtype=q.dtype, device="cuda")
+    k_bias = large_bias(KV_HEADS, HEAD_DIM, context) if biased else None
     calls = [
-        functools.partial(decode_attention.paged_decode, q, pages, layer, tables, lengths, splits, out)
+        functools.partial(decode_attention.paged_decode, q, pages, layer, tables, lengths, splits, out, k_bias)
         for layer in range(POOL_LAYERS)
     ]
     read = tables.numel() * 2 * KV_HEADS * pages.plane_bytes
     return Case(calls, read, 4.0 * sequences * context * HEADS * HEAD_DIM)
 
 
-def prefill(kv_format: PageFormat, sequences: int, tokens: int) -> Case:
-    """Causal attention of whole prompts, by the kernel that the engine would take on this GPU; a call is one layer."""
+def prefill(kv_format: PageFormat, sequences: int, tokens: int, biased: bool) -> Case:
+    """Causal attention of whole prompts, by the kernel that the engine would take on this GPU; a call is one layer.
+
+    `biased`: the pool's K lacks a bias.
+    """
     tables = _tables(sequences, tokens)
     pages = _pages(kv_format, tables.numel(), 1)
     lengths = torch.full((sequences,), tokens, dtype=torch.int32, device="cuda")
@@ -164,7 +162,8 @@ def prefill(kv_format: PageFormat, sequences: int, tokens: int) -> Case:
     q = torch.randn(sequences * tokens, HEADS, HEAD_DIM, dtype=_activation(kv_format), device="cuda")
     out = torch.empty(sequences * tokens, HEADS * HEAD_DIM, dtype=q.dtype, device="cuda")
     splits = prefill_attention.PrefillSplits(HEAD_DIM, q.device)
-    arguments = (q, pages, 0, tables, starts, lengths, tokens, tokens, out, splits)
+    k_bias = large_bias(KV_HEADS, HEAD_DIM, tokens) if biased else None
+    arguments = (q, pages, 0, tables, starts, lengths, tokens, tokens, out, splits, k_bias)
     call = functools.partial(prefill_attention.paged_prefill, *arguments)
     flops = 2.0 * sequences * tokens * tokens * HEADS * HEAD_DIM  # half of all pairs
     return Case([call] * 4, 2.0 * q.nbytes, flops)

@@ -35,8 +35,8 @@ from coldblock.kernels import (
     w8,
 )
 from coldblock.kernels.loader import Argument
+from coldblock.tools.large_bias import large_bias
 from cuda_on_cpu import copy_blocks, emulate_device
-from large_bias import large_bias
 from tiny_models import chunk, edit_config, quantize, save_tiny
 from torch import Tensor
 

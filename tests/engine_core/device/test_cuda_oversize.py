@@ -25,8 +25,8 @@ from coldblock.engine_core.kv_layout import FormatName, KVShape
 from coldblock.kernels import gather
 from coldblock.kernels.prefill_attention import paged_prefill_reference
 from coldblock.kernels.rotated_bias import RotatedBias
+from coldblock.tools.large_bias import large_bias
 from cuda_on_cpu import emulate, gather_slices
-from large_bias import large_bias
 from streams import Streams
 from tiny_models import chunk, copy_blocks, quantize, run_step, save_tiny
 
