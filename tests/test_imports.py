@@ -69,7 +69,12 @@ ALLOWED = {
     "tools/gpu": ("tools", "kernels"),
     "tools/validate": ("tools", "settings", "progress", "engine_core", "kernels"),
     "tools/eval_kv": ("tools", "settings", "progress", "engine_core"),
-    "tools/kv_quality": ("engine_core/control/plan", "engine_core/device", "engine_core/kv_layout"),
+    "tools/kv_quality": (
+        "engine_core/control/plan",
+        "engine_core/device",
+        "engine_core/errors",
+        "engine_core/kv_layout",
+    ),
     "tools/kernel_checks": (
         "engine_core/device",
         "engine_core/models",

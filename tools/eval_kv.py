@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import CliPositionalArg
 
 from ..engine_core.errors import EngineError
-from ..engine_core.kv_layout import FormatName, resolve_kv_cache_dtype
+from ..engine_core.kv_layout import KV_CACHE_DTYPES, FormatName, resolve_kv_cache_dtype
 from ..engine_core.models.registry import ModelConfig, read_model_config
 from ..progress import track
 from ..settings import EXIT_OK, EXIT_USAGE, UsageError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .kv_quality import Quality
 
 PROG = "coldblock eval kv"
+_WINDOW = 1024
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "prose_and_code.txt"
 
 
@@ -40,25 +41,39 @@ class EvalSettings(ReportSettings):
     model: CliPositionalArg[str] = Field(description="a checkpoint folder, or a known name such as smollm2-135m")
     text: Path | None = Field(None, description="UTF-8 text to run; the tests' prose and code if absent")
     formats: str = Field("fp16,bf16,int8,fp8_e4m3,fp8_e5m2", description="KV formats, separated by commas")
-    window: int = Field(1024, ge=2, description="tokens of text in one sequence")
+    window: int | None = Field(
+        None, ge=2, description="tokens of text in one sequence; 1024, or all that fit, if absent"
+    )
     windows: int | None = Field(None, ge=1, description="most sequences to run; the whole text if absent")
-    pool_mb: int = Field(1024, ge=1, description="MiB of the KV pool for which the tokens that fit are told")
+    pool_mb: int = Field(
+        1024, ge=1, le=1 << 30, description="MiB of the KV pool for which the tokens that fit are told"
+    )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("fp32", description="what activations are computed in")
     threads: int | None = Field(None, ge=1, description="CPU threads; all cores if absent")
 
     @field_validator("formats")
     @classmethod
     def _known_formats(cls, formats: str) -> str:
+        named = KV_CACHE_DTYPES[1:]  # "auto" names none
         for name in formats.split(","):
-            if name == "auto":
-                raise ValueError("'auto' stands for one of the others; name it")
-            resolve_kv_cache_dtype(name, "fp16")
+            if name.strip() not in named:
+                raise ValueError(f"{name.strip()!r} is not one of {', '.join(named)}")
         return formats
 
     @property
     def format_names(self) -> list[FormatName]:
         """The formats by their own names, each once."""
-        return list(dict.fromkeys(resolve_kv_cache_dtype(name, "fp16") for name in self.formats.split(",")))
+        names = (resolve_kv_cache_dtype(name.strip(), "fp16") for name in self.formats.split(","))
+        return list(dict.fromkeys(names))
+
+    def window_for(self, config: ModelConfig) -> int:
+        """Tokens of a window. Raises UsageError for more than the model was made for."""
+        most = config.max_position_embeddings
+        if self.window is None:
+            return min(_WINDOW, most)
+        if self.window > most:
+            raise UsageError(f"--window: {self.window} is not allowed: the model was made for at most {most} tokens")
+        return self.window
 
 
 def main(argv: list[str]) -> int:
@@ -91,13 +106,13 @@ def read_windows(settings: EvalSettings, config: ModelConfig) -> list[list[int]]
     """The text's token ids, cut into windows. Raises UsageError when there is nothing to predict."""
     from tokenizers import Tokenizer
 
-    if settings.window > config.max_position_embeddings:
-        most = config.max_position_embeddings
-        raise UsageError(f"--window: {settings.window} is not allowed: the model was made for at most {most} tokens")
+    size = settings.window_for(config)
     path = settings.text or TEXT
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"--text {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise UsageError(f"--text {path}: {error}") from error
     tokenizer_file = config.path / "tokenizer.json"
     if not tokenizer_file.is_file():
@@ -107,7 +122,9 @@ def read_windows(settings: EvalSettings, config: ModelConfig) -> list[list[int]]
     except Exception as error:  # the library raises nothing more precise
         raise ToolError(f"{tokenizer_file} is not a tokenizer: {error}") from error
     ids = tokenizer.encode(text).ids
-    windows = [ids[start : start + settings.window] for start in range(0, len(ids), settings.window)]
+    if ids and max(ids) >= config.vocab_size:
+        raise ToolError(f"{tokenizer_file} has token {max(ids)}; the model knows {config.vocab_size}")
+    windows = [ids[start : start + size] for start in range(0, len(ids), size)]
     windows = [window for window in windows if len(window) > 1][: settings.windows]
     if not windows:
         raise UsageError(f"--text {path}: holds {len(ids)} tokens; at least 2 are needed")
@@ -120,17 +137,20 @@ def measure(settings: EvalSettings, config: ModelConfig, windows: Sequence[Seque
     from ..engine_core.device.cpu_executor import CpuExecutor
     from .kv_quality import compare
 
+    size = settings.window_for(config)
     executor = CpuExecutor(
         ExecutorConfig(
             config.path,
             num_gpu_blocks=1,
-            max_model_len=settings.window,
+            max_model_len=size,
             compute_dtype=settings.dtype,
             num_threads=settings.threads,
         )
     )
     try:
-        return compare(executor, track(windows, PROG, "window"), settings.window, settings.format_names)
+        for problem in filter(None, map(executor.misfit, settings.format_names)):
+            print(f"{PROG}: {problem}", file=sys.stderr)
+        return compare(executor, track(windows, PROG, "window"), size, settings.format_names)
     finally:
         executor.close()
 

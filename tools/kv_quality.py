@@ -16,12 +16,14 @@ from torch import Tensor
 from ..engine_core.control.plan import Chunk
 from ..engine_core.device.cpu_executor import CpuExecutor
 from ..engine_core.device.kv_pool import KVPool
+from ..engine_core.errors import EngineError
 from ..engine_core.kv_layout import FormatName
 
 REFERENCE: FormatName = "fp16"
 BLOCK_SIZE = 16
 _CHUNK_TOKENS = 256  # of a prompt at once, so that logits in two formats take little memory
 _ROWS = 64  # of logits at once in fp64
+_MOST_LOSS = 700.0  # nats a token; more has a perplexity that no float holds
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class _Tally:
         kl = torch.tensor(self.kl, dtype=torch.float64)
         return Quality(
             kv_format=self.pool.format_name,
-            perplexity=math.exp(self.loss / self.losses),
+            perplexity=math.exp(mean_loss) if (mean_loss := self.loss / self.losses) < _MOST_LOSS else math.inf,
             mean_kl=float(kl.mean()),
             p99_kl=float(kl.quantile(0.99)),
             top1_agreement=self.agreed / len(kl),
@@ -72,7 +74,10 @@ class _Tally:
 def compare(
     executor: CpuExecutor, windows: Iterable[Sequence[int]], most_tokens: int, formats: Sequence[FormatName]
 ) -> list[Quality]:
-    """Every format's figures over windows of up to `most_tokens` token ids, each a sequence of its own."""
+    """Every format's figures over windows of up to `most_tokens` token ids, each a sequence of its own.
+
+    Raises EngineError when there are logits that are not finite.
+    """
     blocks = -(-most_tokens // BLOCK_SIZE)
     shape = executor.model_config.kv_shape
     reference = KVPool(shape, BLOCK_SIZE, REFERENCE, blocks, 0)
@@ -82,11 +87,18 @@ def compare(
         for chunk in _chunks(window, table):
             end = chunk.start + len(chunk.token_ids)
             following = torch.tensor(window[chunk.start + 1 : end + 1], dtype=torch.int64)
-            wanted = executor.score(chunk, reference)
+            wanted = _finite(executor.score(chunk, reference), REFERENCE)
             for tally in tallies:
-                same = tally.pool.format_name == REFERENCE
-                tally.add(wanted, wanted if same else executor.score(chunk, tally.pool), following)
+                name = tally.pool.format_name
+                got = wanted if name == REFERENCE else _finite(executor.score(chunk, tally.pool), name)
+                tally.add(wanted, got, following)
     return [tally.quality() for tally in tallies]
+
+
+def _finite(logits: Tensor, kv_format: FormatName) -> Tensor:
+    if not bool(torch.isfinite(logits).all()):
+        raise EngineError(f"the model's output is not finite with {kv_format} KV: see whether its weights are")
+    return logits
 
 
 def _chunks(window: Sequence[int], table: array[int]) -> Iterator[Chunk]:

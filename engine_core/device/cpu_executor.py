@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..control.plan import NO_BLOCKS, Chunk, StepPlan, StepResult
 from ..errors import MemoryBudgetError
-from ..kv_layout import ComputeDtype, paged_kv_block_bytes, resolve_kv_cache_dtype
-from ..models.k_bias import misfit
+from ..kv_layout import ComputeDtype, FormatName, paged_kv_block_bytes, resolve_kv_cache_dtype
+from ..models import k_bias
 from ..models.layers import Decoder
 from ..models.registry import ModelConfig, read_model_config
 from ..models.w4a16 import W4Linear
@@ -63,7 +63,7 @@ class CpuExecutor:
         with torch.inference_mode():
             with _explained():
                 self._model = self._load(compute)
-            if problem := misfit([layer.key_bias for layer in self._model.layers], self.kv_format):
+            if problem := self.misfit(self.kv_format):
                 logger.warning("%s", problem)
             self.capacity = self._size(block_bytes)
             self._pool = KVPool(
@@ -101,6 +101,10 @@ class CpuExecutor:
     def close(self) -> None:
         """End the thread that copies; nothing else is held beyond memory."""
         self._transfers.close()
+
+    def misfit(self, kv_format: FormatName) -> str | None:
+        """Why the model does not suit a format, with numbers; None: it does."""
+        return k_bias.misfit([layer.key_bias for layer in self._model.layers], kv_format)
 
     @torch.inference_mode()
     def score(self, chunk: Chunk, pool: KVPool | None = None) -> Tensor:

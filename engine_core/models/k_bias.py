@@ -6,13 +6,14 @@ Does not know: pages, formats' arithmetic, devices' kernels.
 Rotation is linear: RoPE_p(W x + b) = RoPE_p(W x) + RoPE_p(b). The first term alone is stored, the second, which is the
 same for every sequence, is added in fp32 when K is read for attention. So nothing changes but rounding, and that for
 the better: Qwen2's bias makes some layers' K a large constant plus a small signal, and every format spends its bits on
-what is large. V has no such layers.
+what is large. No model is known to need the like for V.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,26 +23,33 @@ from ..kv_layout import FormatName, has_one_byte_elements
 from .w4a16 import W4Weight
 
 SPLIT_ABOVE = 16.0
-"""Ratio of the largest bias to the signal above which a layer's bias is kept apart.
+"""Ratio of the largest bias of a head to that head's signal above which a layer's bias is kept apart.
 
-In Qwen2.5-Coder-0.5B the six layers that one-byte formats spoil have 22.6 and more, the others at most 10.5. Splitting
-these too would gain nothing that can be measured, and reading K without a bias is faster.
+In Qwen2.5-Coder-0.5B the six layers that one-byte formats spoil have 22.6 and more, over all heads, the others at most
+10.5. Splitting these too would gain nothing there that can be measured, and reading K without a bias is faster.
 """
 _PEAK = 4.0  # in standard deviations: what some channel reaches every few tokens
-_LARGEST_E4M3 = 448.0
+_LIMITS: dict[FormatName, float] = {"int8": 65504.0, "fp16": 65504.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+"""Where formats clamp. The others hold whatever is computed."""
 
 KeyOffsets = Callable[[int], Tensor]
 """n -> fp32 [G, n, D]: what is to be added to the stored K of positions 0 to n - 1."""
+Projection = tuple[Tensor | W4Weight, Tensor | None]
+"""W [G*D, N] and b [G*D] of K or V."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBias:
-    """One layer's K, as its weights tell: `largest` |bias|, `signal`: K without it, the rms of all channels together,
-    `loudest`: that of the loudest channel. `apart`: the bias fp32 [G, D] that is not stored, in the rows' order."""
+    """One layer's K and V, as its weights tell.
+
+    `largest` and `signal`: of the head whose bias of K is largest against the rest of its K, the largest |bias|, and
+    the rms of K without it. `peaks`: what some channel of K, as it is stored, and of V reaches every few tokens.
+    `apart`: the bias fp32 [G, D] that is not stored, in the rows' order.
+    """
 
     largest: float
     signal: float
-    loudest: float
+    peaks: tuple[float, float]
     apart: Tensor | None
 
     @property
@@ -50,20 +58,31 @@ class KeyBias:
         return self.largest / max(self.signal, 1e-30)
 
 
-def measure(weight: Tensor | W4Weight, bias: Tensor | None, norm: Tensor, head_dim: int, may_split: bool) -> KeyBias:
-    """Decide for one layer: W_k [G*D, N], b_k [G*D], and the weight [N] of the norm in front of them.
-
-    Normed activations are about 1 in size, so a channel's K without bias is about as large as |W_k[d] * norm|.
-    """
-    matrix = weight.dequantize() if isinstance(weight, W4Weight) else weight.float()
-    channels = torch.linalg.vector_norm(matrix * norm.float(), dim=1)
-    signal, loudest = float(channels.square().mean().sqrt()), float(channels.amax())
+def measure(keys: Projection, values: Projection, norm: Tensor, head_dim: int, may_split: bool) -> KeyBias:
+    """Decide for one layer, from what makes its K and V and the weight [N] of the norm in front of them."""
+    channels, bias = _channels(keys[0], norm), keys[1]
+    value_peak = _peak(_channels(values[0], norm), values[1])
+    signals = channels.view(-1, head_dim).square().mean(1).sqrt()
     if bias is None:
-        return KeyBias(0.0, signal, loudest, None)
-    whole = KeyBias(float(bias.abs().amax()), signal, loudest, bias.float().view(-1, head_dim).clone())
+        return KeyBias(0.0, float(signals.amin()), (_peak(channels, None), value_peak), None)
+    largest = bias.float().abs().view(-1, head_dim).amax(1)
+    head = int((largest / signals.clamp_min(1e-30)).argmax())
+    apart = bias.float().view(-1, head_dim).clone()
+    whole = KeyBias(float(largest[head]), float(signals[head]), (_peak(channels, None), value_peak), apart)
     if may_split and whole.ratio > SPLIT_ABOVE:
         return whole
-    return KeyBias(whole.largest, signal, loudest, None)
+    return replace(whole, peaks=(_peak(channels, bias), value_peak), apart=None)
+
+
+def _channels(weight: Tensor | W4Weight, norm: Tensor) -> Tensor:
+    """The rms of each channel without its bias [G*D]: normed activations are about 1 in size, so |W[d] * norm|."""
+    matrix = weight.dequantize() if isinstance(weight, W4Weight) else weight.float()
+    channels: Tensor = torch.linalg.vector_norm(matrix * norm.float(), dim=1)
+    return channels
+
+
+def _peak(channels: Tensor, bias: Tensor | None) -> float:
+    return float((_PEAK * channels + (0.0 if bias is None else bias.float().abs())).amax())
 
 
 def rotated(bias: Tensor, rotary: Tensor) -> KeyOffsets:
@@ -76,28 +95,27 @@ def rotated(bias: Tensor, rotary: Tensor) -> KeyOffsets:
     return offsets
 
 
-def misfit(keys: Sequence[KeyBias], kv_format: FormatName) -> str | None:
-    """Why this model's K does not suit a format, with numbers; None: it does."""
-    if not has_one_byte_elements(kv_format):
-        return None
-    stored = [(number, key) for number, key in enumerate(keys) if key.apart is None]
-    drowned = [(number, key) for number, key in stored if key.ratio > SPLIT_ABOVE]
-    if drowned:
+def misfit(layers: Sequence[KeyBias], kv_format: FormatName) -> str | None:
+    """Why this model's K or V does not suit a format, with numbers; None: it does."""
+    drowned = [(number, layer) for number, layer in enumerate(layers) if _drowns(layer)]
+    if drowned and has_one_byte_elements(kv_format):
         number, worst = max(drowned, key=lambda entry: entry[1].ratio)
         return (
-            f"K in {kv_format} loses quality on this model: in {len(drowned)} of {len(keys)} layers the bias of K is "
+            f"K in {kv_format} loses quality on this model: in {len(drowned)} of {len(layers)} layers the bias of K is "
             f"stored with it and drowns it, in layer {number} up to {worst.largest:.0f} against a signal of "
             f"{worst.signal:.1f}; use fp16 or bf16"
         )
-    peaks = [(_stored_largest(key) + _PEAK * key.loudest, number) for number, key in enumerate(keys)]
-    peak, number = max(peaks, default=(0.0, 0))
-    if kv_format == "fp8_e4m3" and peak > _LARGEST_E4M3:
-        return (
-            f"K in {kv_format} is clamped at {_LARGEST_E4M3:.0f}, and by its weights K of layer {number} reaches "
-            f"{peak:.0f}: this loses quality; use int8, fp16 or bf16"
-        )
+    limit = _LIMITS.get(kv_format, math.inf)
+    for which, name in enumerate("KV"):
+        peak, number = max(((layer.peaks[which], number) for number, layer in enumerate(layers)), default=(0.0, 0))
+        if peak > limit:
+            others = " or ".join(other for other in ("int8", "fp16", "bf16") if _LIMITS.get(other, math.inf) >= peak)
+            return (
+                f"{name} in {kv_format} is clamped at {limit:.0f}, and by its weights {name} of layer {number} reaches "
+                f"{peak:.0f}: this loses quality; use {others}"
+            )
     return None
 
 
-def _stored_largest(key: KeyBias) -> float:
-    return key.largest if key.apart is None else 0.0
+def _drowns(layer: KeyBias) -> bool:
+    return layer.apart is None and layer.ratio > SPLIT_ABOVE

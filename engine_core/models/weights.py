@@ -230,13 +230,12 @@ class _Loader(Generic[LinearT, EmbeddingT, HeadT]):
         q_rows, k_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = [q_rows, k_rows, k_rows]
         weight, bias = self._stacked(parts, rows, config.hidden_size, self._pairs(), names.qkv_bias)
-        keys = slice(q_rows, q_rows + k_rows)
-        key_weight = weight.rows(keys) if isinstance(weight, W4Weight) else weight[keys]
-        key_bias = None if bias is None else bias[keys]
+        keys, values = slice(q_rows, q_rows + k_rows), slice(q_rows + k_rows, None)
+        k, v = ((_rows(weight, part), None if bias is None else bias[part]) for part in (keys, values))
         norm = self._norm_weight(prefix + names.input_norm)
-        found = measure(key_weight, key_bias, norm, config.head_dim, self._builder.splits_key_bias)
-        if key_bias is not None and found.apart is not None:
-            key_bias.zero_()
+        found = measure(k, v, norm, config.head_dim, self._builder.splits_key_bias)
+        if bias is not None and found.apart is not None:
+            bias[keys].zero_()
         return self._built(parts, weight, bias), found
 
     def _pairs(self) -> Tensor:
@@ -358,6 +357,10 @@ def _stack(weights: Sequence[Tensor | W4Weight]) -> Tensor | W4Weight:
     if len(packed) == len(weights):
         return stack_rows(packed)
     return torch.cat([weight.dequantize() if isinstance(weight, W4Weight) else weight for weight in weights])
+
+
+def _rows(weight: Tensor | W4Weight, part: slice) -> Tensor | W4Weight:
+    return weight.rows(part) if isinstance(weight, W4Weight) else weight[part]
 
 
 def _reorder(weight: Tensor | W4Weight, order: Tensor) -> Tensor | W4Weight:

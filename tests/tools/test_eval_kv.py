@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from coldblock.tools import eval_kv
 from coldblock.tools.kv_quality import compare
+from safetensors.torch import load_file, save_file
 from tiny_models import chunk, forward, load, make_executor, make_pool, save_biased, save_tiny
 from tiny_tokenizer import write_tiny_tokenizer
 from tokenizers import Tokenizer
@@ -99,6 +100,52 @@ def test_the_command_writes_what_it_prints(model: Path, capsys: pytest.CaptureFi
     assert f"{int8['tokens_in_pool']:,}" in printed
 
 
+def change(model: Path, name: str, factor: float) -> None:
+    """Multiply one tensor of the checkpoint."""
+    tensors = load_file(model / "model.safetensors")
+    tensors[name] = tensors[name] * factor
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_model_that_is_not_finite_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(model, "model.layers.0.self_attn.k_proj.weight", math.nan)
+    assert eval_kv.main(["kv", str(model), "--windows=1", "--out", str(model)]) == 1
+    assert "the model's output is not finite with fp16 KV" in capsys.readouterr().err
+    assert not list(model.glob("bench-*"))
+
+
+def test_what_a_format_clamps_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(model, "model.layers.1.self_attn.v_proj.weight", 1e4)
+    run(model, "--formats", "fp8, bf16", "--windows=1")
+    errors = capsys.readouterr().err
+    assert errors.count("V in fp8_e4m3 is clamped at 448, and by its weights V of layer 1 reaches") == 1
+    assert "in bf16" not in errors
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(model, "lm_head.weight", 1e5)
+    run(model, "--formats", "fp16", "--windows=1")
+    assert " inf " in capsys.readouterr().out
+
+
+def test_a_tokenizer_of_another_model_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        tensors = load_file(model / "model.safetensors")
+        tensors[name] = tensors[name][:100].contiguous()
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert eval_kv.main(["kv", str(model), "--windows=1", "--out", str(model)]) == 1
+    assert "; the model knows 100" in capsys.readouterr().err
+
+
+def test_a_report_is_written_whole_or_not_at_all(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "out" / "bench-eval-kv.html").mkdir(parents=True)
+    assert eval_kv.main(["kv", str(model), "--windows=1", "--out", str(model / "out")]) == 1
+    assert "--out" in capsys.readouterr().err
+    assert not (model / "out" / "bench-eval-kv.json").exists()
+
+
 def test_a_k_bias_kept_apart_is_seen_by_the_command(tmp_path: Path) -> None:
     """It runs what the engine runs."""
     save_biased(tmp_path, 400.0)
@@ -111,7 +158,8 @@ def test_a_k_bias_kept_apart_is_seen_by_the_command(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (["--formats", "int8,int3"], ["--formats", "int3", "fp8_e5m2"]),
-        (["--formats", "auto"], ["--formats", "auto"]),
+        (["--formats", "auto"], ["--formats", "'auto' is not one of fp16, "]),
+        (["--pool-mb", "99999999999999999999"], ["--pool-mb", "1073741824"]),
         (["--window", "513"], ["--window", "513", "at most 512"]),
         (["--window=64", "--text", "/nowhere/text"], ["--text", "/nowhere/text"]),
         (["--window=64", "--text", "{model}/one"], ["--text", "1 tokens", "at least 2"]),

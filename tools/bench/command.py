@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,16 +77,29 @@ def conclude(
 
 
 def write(folder: Path, found: report.Report) -> tuple[Path, Path]:
-    """Write bench-NAME.json and bench-NAME.html; returns their paths. Raises ToolError when that cannot be."""
+    """Write bench-NAME.json and bench-NAME.html, both or neither; returns their paths.
+
+    Raises ToolError when that cannot be.
+    """
     data = msgspec.json.format(msgspec.json.encode(found, enc_hook=str), indent=2)
     stem = folder / f"bench-{found.benchmark}"
+    json, html = stem.with_suffix(".json"), stem.with_suffix(".html")
+    parts = [(path, path.with_name(f".{path.name}.part")) for path in (json, html)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        stem.with_suffix(".json").write_bytes(data + b"\n")
-        stem.with_suffix(".html").write_text(report_page(found), encoding="utf-8")
+        for (path, part), content in zip(parts, (data + b"\n", report_page(found).encode()), strict=True):
+            if path.is_dir():
+                raise ToolError(f"--out {folder}: {path.name} is a folder there")
+            part.write_bytes(content)
+        for path, part in parts:  # both or none, but for a moment
+            part.replace(path)
     except OSError as error:
         raise ToolError(f"--out {folder}: {error.strerror}") from error
-    return stem.with_suffix(".json"), stem.with_suffix(".html")
+    finally:
+        for _, part in parts:
+            with suppress(OSError):
+                part.unlink()
+    return json, html
 
 
 def command_line(settings: ReportSettings, prog: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from coldblock.engine_core.kv_layout import FormatName
 from coldblock.engine_core.models import k_bias
 from coldblock.engine_core.models.k_bias import KeyBias
 from tiny_models import FP32, chunk, forward, load, make_pool, quantize, save_biased, save_tiny
@@ -121,9 +121,11 @@ def test_the_signal_is_what_k_is_without_bias() -> None:
     weight, norm, bias = torch.randn(32, 256) * 0.3, torch.rand(256) * 2, torch.linspace(-90, 5, 32)
     x = torch.randn(4000, 256)
     keys = (x / x.square().mean(-1, keepdim=True).sqrt() * norm) @ weight.t()
-    found = k_bias.measure(weight, bias, norm, 16, may_split=True)
-    assert found.signal == pytest.approx(float(keys.square().mean().sqrt()), rel=0.02)
-    assert found.loudest == pytest.approx(float(keys.square().mean(0).sqrt().amax()), rel=0.05)
+    found = k_bias.measure((weight, bias), (weight, bias), norm, 16, may_split=True)
+    assert found.signal == pytest.approx(float(keys[:, :16].square().mean().sqrt()), rel=0.02)
+    loudest = keys.square().mean(0).sqrt()
+    assert found.peaks[0] == pytest.approx(4 * float(loudest.amax()), rel=0.05)
+    assert found.peaks[1] == pytest.approx(float((4 * loudest + bias.abs()).amax()), rel=0.05)
     assert found.largest == 90
     assert found.apart is not None
     assert found.apart.equal(bias.view(2, 16))
@@ -132,18 +134,30 @@ def test_the_signal_is_what_k_is_without_bias() -> None:
 @pytest.mark.parametrize(("ratio", "split"), [(15.9, False), (16.1, True)])
 def test_the_ratio_decides(ratio: float, split: bool) -> None:
     weight, norm = torch.full((4, 64), 1 / 8.0), torch.ones(64)  # a signal of 1
-    bias = torch.tensor([1.0, -ratio, 0.0, 2.0])
-    assert (k_bias.measure(weight, bias, norm, 4, may_split=True).apart is not None) is split
-    assert k_bias.measure(weight, bias, norm, 4, may_split=False).apart is None
+    k = weight, torch.tensor([1.0, -ratio, 0.0, 2.0])
+    assert (k_bias.measure(k, (weight, None), norm, 4, may_split=True).apart is not None) is split
+    whole = k_bias.measure(k, (weight, None), norm, 4, may_split=False)
+    assert whole.apart is None
+    assert whole.peaks == pytest.approx((4 + ratio, 4))
 
 
-def keys(*layers: tuple[float, float, float, bool]) -> Sequence[KeyBias]:
-    return [KeyBias(a, b, c, torch.zeros(1, 2) if apart else None) for a, b, c, apart in layers]
+def test_a_quiet_head_is_not_hidden_by_a_loud_one() -> None:
+    weight, bias = torch.full((8, 64), 1 / 8.0), torch.zeros(8)
+    weight[:4] *= 12
+    bias[6] = 20.0
+    found = k_bias.measure((weight, bias), (weight, None), torch.ones(64), 4, may_split=True)
+    assert (found.largest, found.signal) == pytest.approx((20, 1))
+    assert found.apart is not None
+
+
+def layer(largest: float, signal: float, apart: bool, key_peak: float = 0.0, value_peak: float = 0.0) -> KeyBias:
+    return KeyBias(largest, signal, (key_peak, value_peak), torch.zeros(1, 2) if apart else None)
 
 
 @pytest.mark.parametrize("kv_format", ONE_BYTE)
 def test_a_bias_that_is_stored_in_one_byte_is_told_with_numbers(kv_format: str) -> None:
-    text = k_bias.misfit(keys((4, 1, 1, False), (145, 5, 7, False), (100, 5, 7, False)), kv_format)  # type: ignore[arg-type]
+    layers = [layer(4, 1, False), layer(145, 5, False), layer(100, 5, False)]
+    text = k_bias.misfit(layers, kv_format)  # type: ignore[arg-type]
     assert text is not None
     assert "in 2 of 3 layers" in text
     assert "in layer 1 up to 145 against a signal of 5.0" in text
@@ -152,21 +166,35 @@ def test_a_bias_that_is_stored_in_one_byte_is_told_with_numbers(kv_format: str) 
 
 @pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16", *ONE_BYTE])
 def test_nothing_is_told_where_the_bias_is_apart(kv_format: str) -> None:
-    assert k_bias.misfit(keys((4, 1, 1, False), (1145, 5, 7, True)), kv_format) is None  # type: ignore[arg-type]
+    assert k_bias.misfit([layer(4, 1, False), layer(1145, 5, True)], kv_format) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
 def test_wide_formats_hold_a_stored_bias(kv_format: str) -> None:
-    assert k_bias.misfit(keys((145, 5, 7, False)), kv_format) is None  # type: ignore[arg-type]
+    assert k_bias.misfit([layer(145, 5, False)], kv_format) is None  # type: ignore[arg-type]
 
 
-def test_k_beyond_what_e4m3_holds_is_told() -> None:
-    loud = keys((0, 20, 40, False), (0, 60, 150, False))
-    text = k_bias.misfit(loud, "fp8_e4m3")
-    assert text is not None
-    assert "K of layer 1 reaches 600" in text
-    assert k_bias.misfit(loud, "int8") is None
-    assert k_bias.misfit(loud, "fp8_e5m2") is None
+@pytest.mark.parametrize(
+    ("kv_format", "most", "others"),
+    [
+        ("fp8_e4m3", 448, "int8 or fp16 or bf16"),
+        ("fp8_e5m2", 57344, "int8 or fp16 or bf16"),
+        ("int8", 65504, "bf16"),
+        ("fp16", 65504, "bf16"),
+    ],
+)
+@pytest.mark.parametrize("name", ["K", "V"])
+def test_what_a_format_clamps_is_told(kv_format: FormatName, most: int, others: str, name: str) -> None:
+    def loud(peak: float) -> list[KeyBias]:
+        return [layer(0, 1, False), layer(0, 1, False, **{"key_peak" if name == "K" else "value_peak": peak})]
+
+    text = k_bias.misfit(loud(most + 1), kv_format)
+    assert text == (
+        f"{name} in {kv_format} is clamped at {most}, and by its weights {name} of layer 1 reaches {most + 1}: "
+        f"this loses quality; use {others}"
+    )
+    assert k_bias.misfit(loud(most - 1), kv_format) is None
+    assert k_bias.misfit(loud(most + 1), "bf16") is None
 
 
 def test_a_model_without_bias_has_nothing_apart(tmp_path: Path) -> None:
