@@ -6,6 +6,7 @@ Owns: format names and byte arithmetic. Does not know: tensors (see `device/kv_f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,7 @@ _ALIASES: dict[str, FormatName] = {
 }
 KV_CACHE_DTYPES = ("auto", *_ALIASES)
 _ELEMENT_BYTES: dict[FormatName, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_LARGEST: dict[FormatName, float] = {"fp16": 65504.0, "int8": 65504.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 SCALE_BYTES = 2  # int8 keeps one fp16 scale per token and head, for K and for V
 
 
@@ -40,6 +42,11 @@ def resolve_kv_cache_dtype(name: str, compute_dtype: ComputeDtype) -> FormatName
 def has_one_byte_elements(kv_format: FormatName) -> bool:
     """Whether the format keeps less of a number than the compute dtypes do."""
     return _ELEMENT_BYTES[kv_format] == 1
+
+
+def largest_number(kv_format: FormatName) -> float:
+    """At which the format clamps; infinity if it holds whatever is computed."""
+    return _LARGEST.get(kv_format, math.inf)
 
 
 @dataclass(frozen=True, slots=True)

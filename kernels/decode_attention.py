@@ -282,9 +282,9 @@ def _inverse(block_size: int) -> int:
 @functools.cache
 def _turned_steps(kernel: Function, step_bytes: int, blocks: int, stride: int) -> int:
     """For how many steps of a warp, `stride` tokens apart, there are turns, `step_bytes` each: as many as `blocks` have
-    room for, up to a point."""
+    room for, up to a point. Where they have none, as with a head_dim of 256 on SM86, one block fewer runs at a time."""
     most = min(_MOST_TURNS_BYTES, kernel.shared_room(blocks)) // step_bytes
-    return min(most, TILED_ROWS // stride)
+    return max(1, min(most, TILED_ROWS // stride))
 
 
 def _check_splits(splits: DecodeSplits, batch: int, groups: int, heads: int, head_dim: int) -> None:

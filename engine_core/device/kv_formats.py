@@ -13,10 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kv_layout import FormatName
+from ..kv_layout import FormatName, largest_number
 
 _FLOAT_DTYPES: dict[FormatName, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _FP8_DTYPES: dict[FormatName, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_LARGEST_FP16, _LARGEST_INT8 = largest_number("fp16"), largest_number("int8")
 
 
 Slots = tuple[Tensor, ...]
@@ -63,7 +64,7 @@ class FloatFormat:
     def write(self, planes: Tensor, slots: Slots, values: Tensor) -> None:
         """See KVFormat."""
         if self.dtype is torch.float16:
-            values = values.clamp(-65504.0, 65504.0)
+            values = values.clamp(-_LARGEST_FP16, _LARGEST_FP16)
         planes.view(-1, self._head_dim).index_put_(slots, values.to(self.dtype))
 
     def read(self, rows: Tensor) -> Tensor:
@@ -74,10 +75,10 @@ class FloatFormat:
 class Fp8Format:
     """float8 elements by direct cast, clamped to the format's range. Handled as bytes, as few operators know float8."""
 
-    def __init__(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+    def __init__(self, dtype: torch.dtype, limit: float, block_size: int, head_dim: int) -> None:
         self.dtype = torch.float32
         self._stored, self._block_size, self._head_dim = dtype, block_size, head_dim
-        self._limit = torch.finfo(dtype).max
+        self._limit = limit
         self._values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
     def view(self, pool: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ class Int8Format:
 
     def write(self, planes: Tensor, slots: Slots, values: Tensor) -> None:
         """See KVFormat. The scale is rounded to fp16 before it divides: reading multiplies by the same number."""
-        finite = values.clamp(-65504.0, 65504.0)
+        finite = values.clamp(-_LARGEST_INT8, _LARGEST_INT8)
         scales = (finite.abs().amax(-1, keepdim=True) / 127).clamp_min_(2.0**-24).half()
         codes = (finite / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
         planes[:, : self._elements].view(torch.int8).view(-1, *self._shape).index_put_(slots, codes)
@@ -134,5 +135,5 @@ def make_format(name: FormatName, block_size: int, head_dim: int) -> KVFormat:
     if name in _FLOAT_DTYPES:
         return FloatFormat(_FLOAT_DTYPES[name], block_size, head_dim)
     if name in _FP8_DTYPES:
-        return Fp8Format(_FP8_DTYPES[name], block_size, head_dim)
+        return Fp8Format(_FP8_DTYPES[name], largest_number(name), block_size, head_dim)
     return Int8Format(block_size, head_dim)

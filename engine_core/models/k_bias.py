@@ -1,7 +1,7 @@
 """The bias of K, kept out of the pool where it would drown what K says.
 
-Owns: which layers' K is stored without its bias, and what has to be added when K is read.
-Does not know: pages, formats' arithmetic, devices' kernels.
+Owns: which layers' K is stored without its bias, what has to be added when K is read, and which formats do not suit
+what is stored. Does not know: pages, how formats round, devices' kernels.
 
 Rotation is linear: RoPE_p(W x + b) = RoPE_p(W x) + RoPE_p(b). The first term alone is stored, the second, which is the
 same for every sequence, is added in fp32 when K is read for attention. So nothing changes but rounding, and that for
@@ -11,7 +11,6 @@ what is large. No model is known to need the like for V.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import reference
-from ..kv_layout import FormatName, has_one_byte_elements
+from ..kv_layout import FormatName, has_one_byte_elements, largest_number
 from .w4a16 import W4Weight
 
 SPLIT_ABOVE = 16.0
@@ -29,8 +28,7 @@ In Qwen2.5-Coder-0.5B the six layers that one-byte formats spoil have 22.6 and m
 10.5. Splitting these too would gain nothing there that can be measured, and reading K without a bias is faster.
 """
 _PEAK = 4.0  # in standard deviations: what some channel reaches every few tokens
-_LIMITS: dict[FormatName, float] = {"int8": 65504.0, "fp16": 65504.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
-"""Where formats clamp. The others hold whatever is computed."""
+_FORMATS: tuple[FormatName, ...] = ("int8", "fp16", "bf16")  # to recommend
 
 KeyOffsets = Callable[[int], Tensor]
 """n -> fp32 [G, n, D]: what is to be added to the stored K of positions 0 to n - 1."""
@@ -105,11 +103,11 @@ def misfit(layers: Sequence[KeyBias], kv_format: FormatName) -> str | None:
             f"stored with it and drowns it, in layer {number} up to {worst.largest:.0f} against a signal of "
             f"{worst.signal:.1f}; use fp16 or bf16"
         )
-    limit = _LIMITS.get(kv_format, math.inf)
+    limit = largest_number(kv_format)
     for which, name in enumerate("KV"):
         peak, number = max(((layer.peaks[which], number) for number, layer in enumerate(layers)), default=(0.0, 0))
         if peak > limit:
-            others = " or ".join(other for other in ("int8", "fp16", "bf16") if _LIMITS.get(other, math.inf) >= peak)
+            others = " or ".join(other for other in _FORMATS if largest_number(other) >= peak)
             return (
                 f"{name} in {kv_format} is clamped at {limit:.0f}, and by its weights {name} of layer {number} reaches "
                 f"{peak:.0f}: this loses quality; use {others}"

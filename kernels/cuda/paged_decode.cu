@@ -770,7 +770,7 @@ __device__ __forceinline__ void compute_item(Shared &shared, Keys &keys, Values 
 #endif
     if (!shared.claims) {
         const int number = item.number + gridDim.x;
-        if (number < shared.items) {
+        if (number < shared.items) {  // or else nothing need be looked up
             keep(shared.next, find_item(arguments, number, shared.items));
         } else {
             keep(shared.next, {});

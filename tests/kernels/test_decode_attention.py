@@ -372,6 +372,14 @@ def test_spins_and_turns_give_what_the_bias_adds(head_dim: int) -> None:
         torch.testing.assert_close(found[: len(wanted)], wanted, rtol=0, atol=1.0)
 
 
+def test_there_are_turns_for_a_step_where_blocks_have_no_room() -> None:
+    class Crowded:
+        def shared_room(self, blocks: int) -> int:
+            return 6464  # of SM86, for each of two blocks with a head_dim of 256
+
+    assert decode_attention._turned_steps(Crowded(), 8192, 2, 64) == 1  # type: ignore[arg-type]
+
+
 def test_a_bias_of_another_shape_is_refused() -> None:
     case = make_case(head_dim=64, num_heads=4, lengths=[1], device="cpu")
     for heads, dim, problem in ((1, 64, r"k_bias\.values has shape"), (2, 128, r"k_bias\.values has shape")):
