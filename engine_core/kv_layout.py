@@ -1,7 +1,7 @@
 """KV formats by name, and the bytes they take: the one resolver that config, memory budget and pool share.
 
-Owns: format names and byte arithmetic. Does not know: tensors (see `device/kv_formats.py`), so that a wrong
-`--kv-cache-dtype` is refused before torch is loaded.
+Owns: format names, byte arithmetic, the largest number of each format. Does not know: tensors (see
+`device/kv_formats.py`), so that a wrong `--kv-cache-dtype` is refused before torch is loaded.
 """
 
 from __future__ import annotations
