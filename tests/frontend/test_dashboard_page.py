@@ -273,8 +273,9 @@ def test_names_that_others_made_up_stay_text(browser: Browser, model_folder: Pat
                 states = page.locator(".requests .state").evaluate_all("nodes => nodes.map(node => node.textContent)")
                 assert states == list(HOSTILE)
                 expect(page.locator(".engine h2")).to_have_text(HOSTILE[0])
-                for cell in page.locator(".requests tbody tr, [data-part=moves] tr").all():
-                    cell.hover(force=True)
+                page.evaluate(  # at once, as rows are replaced whenever there is news
+                    "document.querySelectorAll('*').forEach(node => node.dispatchEvent(new MouseEvent('mouseover')))"
+                )
                 assert page.evaluate("window.pwned") is None
                 assert page.locator("img, script:not([src]), svg:not(.sparkline)").count() == 0
 
