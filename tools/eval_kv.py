@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from pydantic import Field, field_validator
 from pydantic_settings import CliPositionalArg
@@ -28,10 +28,15 @@ from .errors import ToolError
 from .fetch_model import resolve_model
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from .kv_quality import Quality
 
 PROG = "coldblock eval kv"
 _WINDOW = 1024
+_TOKEN_CHARS = 8  # more than a token has in most texts
+_LAST_WORD = 64  # tokens at the end of what was read that may be others when more is
+TOKENIZER = "tokenizer.json"
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "prose_and_code.txt"
 
 
@@ -40,7 +45,9 @@ class EvalSettings(ReportSettings):
 
     model: CliPositionalArg[str] = Field(description="a checkpoint folder, or a known name such as smollm2-135m")
     text: Path | None = Field(None, description="UTF-8 text to run; the tests' prose and code if absent")
-    formats: str = Field("fp16,bf16,int8,fp8_e4m3,fp8_e5m2", description="KV formats, separated by commas")
+    formats: str = Field(
+        "bf16,int8,fp8_e4m3,fp8_e5m2", description="KV formats, separated by commas; each is compared with fp16"
+    )
     window: int | None = Field(
         None, ge=2, description="tokens of text in one sequence; 1024, or all that fit, if absent"
     )
@@ -104,31 +111,46 @@ def run(settings: EvalSettings) -> int:
 
 def read_windows(settings: EvalSettings, config: ModelConfig) -> list[list[int]]:
     """The text's token ids, cut into windows. Raises UsageError when there is nothing to predict."""
-    from tokenizers import Tokenizer
-
     size = settings.window_for(config)
     path = settings.text or TEXT
+    tokenizer = load_tokenizer(config)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as text:
+            ids = read_tokens(text, tokenizer, settings.windows and settings.windows * size)
     except OSError as error:
         raise UsageError(f"--text {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--text {path}: {error}") from error
-    tokenizer_file = config.path / "tokenizer.json"
-    if not tokenizer_file.is_file():
-        raise ToolError(f"no tokenizer at {tokenizer_file}")
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # the library raises nothing more precise
-        raise ToolError(f"{tokenizer_file} is not a tokenizer: {error}") from error
-    ids = tokenizer.encode(text).ids
-    if ids and max(ids) >= config.vocab_size:
-        raise ToolError(f"{tokenizer_file} has token {max(ids)}; the model knows {config.vocab_size}")
-    windows = [ids[start : start + size] for start in range(0, len(ids), size)]
-    windows = [window for window in windows if len(window) > 1][: settings.windows]
-    if not windows:
+    if len(ids) < 2:
         raise UsageError(f"--text {path}: holds {len(ids)} tokens; at least 2 are needed")
-    return windows
+    if max(ids) >= config.vocab_size:
+        raise ToolError(f"{config.path / TOKENIZER} has token {max(ids)}; the model knows {config.vocab_size}")
+    windows = [ids[start : start + size] for start in range(0, len(ids), size)]
+    return [window for window in windows if len(window) > 1]
+
+
+def load_tokenizer(config: ModelConfig) -> Tokenizer:
+    """The checkpoint's own. Raises ToolError when there is none."""
+    from tokenizers import Tokenizer
+
+    path = config.path / TOKENIZER
+    if not path.is_file():
+        raise ToolError(f"no tokenizer at {path}")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ToolError(f"{path} is not a tokenizer: {error}") from error
+
+
+def read_tokens(text: TextIO, tokenizer: Tokenizer, most: int | None) -> list[int]:
+    """The first `most` tokens, or all: of a text that is far longer, little more than those is read."""
+    read, ids = "", []
+    while more := text.read(len(read) or (_TOKEN_CHARS * most if most else -1)):
+        read += more
+        ids = tokenizer.encode(read).ids
+        if most and len(ids) > most + _LAST_WORD:
+            break
+    return ids[:most]
 
 
 def measure(settings: EvalSettings, config: ModelConfig, windows: Sequence[Sequence[int]]) -> list[Quality]:

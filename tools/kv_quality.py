@@ -74,30 +74,32 @@ class _Tally:
 def compare(
     executor: CpuExecutor, windows: Iterable[Sequence[int]], most_tokens: int, formats: Sequence[FormatName]
 ) -> list[Quality]:
-    """Every format's figures over windows of up to `most_tokens` token ids, each a sequence of its own.
+    """The figures of fp16, then of every other format, over windows of up to `most_tokens` token ids, each a sequence
+    of its own.
 
     Raises EngineError when there are logits that are not finite.
     """
     blocks = -(-most_tokens // BLOCK_SIZE)
     shape = executor.model_config.kv_shape
-    reference = KVPool(shape, BLOCK_SIZE, REFERENCE, blocks, 0)
-    tallies = [_Tally(KVPool(shape, BLOCK_SIZE, name, blocks, 0)) for name in formats]
+    names = dict.fromkeys([REFERENCE, *formats])
+    reference, *others = [_Tally(KVPool(shape, BLOCK_SIZE, name, blocks, 0)) for name in names]
     table = array("i", torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist())
     for window in windows:
         for chunk in _chunks(window, table):
             end = chunk.start + len(chunk.token_ids)
             following = torch.tensor(window[chunk.start + 1 : end + 1], dtype=torch.int64)
-            wanted = _finite(executor.score(chunk, reference), REFERENCE)
-            for tally in tallies:
-                name = tally.pool.format_name
-                got = wanted if name == REFERENCE else _finite(executor.score(chunk, tally.pool), name)
-                tally.add(wanted, got, following)
-    return [tally.quality() for tally in tallies]
+            wanted = _logits(executor, chunk, reference.pool)
+            reference.add(wanted, wanted, following)
+            for tally in others:
+                tally.add(wanted, _logits(executor, chunk, tally.pool), following)
+    return [tally.quality() for tally in (reference, *others)]
 
 
-def _finite(logits: Tensor, kv_format: FormatName) -> Tensor:
+def _logits(executor: CpuExecutor, chunk: Chunk, pool: KVPool) -> Tensor:
+    """Of every position of the chunk: [T, V]. Raises EngineError when not all are finite."""
+    logits = executor.score(chunk, pool)
     if not bool(torch.isfinite(logits).all()):
-        raise EngineError(f"the model's output is not finite with {kv_format} KV: see whether its weights are")
+        raise EngineError(f"the model's output is not finite with {pool.format_name} KV: see whether its weights are")
     return logits
 
 
