@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 
+from ..protocol.text import read_tokenizer
 from .chat_template import ChatTemplate, Message, find_template
 from .errors import invalid
 
@@ -37,15 +38,7 @@ class ModelText:
     @classmethod
     def load(cls, folder: Path) -> ModelText:
         """Read tokenizer.json and the template beside it. Raises OSError or ValueError that names the file."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"no tokenizer at {path}")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more precise
-            raise ValueError(f"{path} is not a tokenizer: {error}") from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer = read_tokenizer(folder)
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(tokenizer, tokenizer_config, _read_json(folder / "config.json"))
         source = find_template(folder, tokenizer_config)

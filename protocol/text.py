@@ -20,15 +20,29 @@ _REPLACEMENT = "\ufffd"
 
 def load_tokenizer(folder: str) -> Tokenizer:
     """The tokenizer of a checkpoint folder. Raises ColdblockError when there is none that can be read."""
+    try:
+        return read_tokenizer(Path(folder))
+    except (OSError, ValueError) as error:
+        raise ColdblockError(f"{error}: give tokenizer_path=FOLDER, or submit token ids instead of text") from error
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Read tokenizer.json, to be used on texts as they are: what it says of truncation and padding is for training.
+
+    Raises OSError or ValueError that names the file.
+    """
     from tokenizers import Tokenizer  # only who sends text pays for this import
 
-    path = Path(folder) / "tokenizer.json"
+    path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ColdblockError(f"no tokenizer at {path}: give tokenizer_path=FOLDER, or submit token ids instead of text")
+        raise FileNotFoundError(f"no tokenizer at {path}")
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ColdblockError(f"cannot read the tokenizer {path}: {error}; give another tokenizer_path") from error
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class TextStream:

@@ -68,7 +68,7 @@ ALLOWED = {
     "tools/bench/kernel_cases": ("tools", "kernels", "engine_core/kv_layout", "engine_core/models/cuda_linears"),
     "tools/gpu": ("tools", "kernels"),
     "tools/validate": ("tools", "settings", "progress", "engine_core", "kernels"),
-    "tools/eval_kv": ("tools", "settings", "progress", "engine_core"),
+    "tools/eval_kv": ("tools", "settings", "progress", "engine_core", "protocol/text"),
     "tools/kv_quality": (
         "engine_core/control/plan",
         "engine_core/device",

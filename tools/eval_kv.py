@@ -1,11 +1,13 @@
 """What each KV format costs a model's quality, against fp16 KV, through the engine's own paged path.
 
 Owns: the settings, the text, tables and plots of `coldblock eval kv`. Does not know: how a text is run and what is
-counted (`kv_quality`). Runs on the CPU, in fp32 unless told otherwise, so that the KV formats are all that rounds.
+counted (`kv_quality`). Runs on the CPU, in fp32 unless told otherwise; attention over an fp16 or bf16 pool is in that
+dtype, as it is when the engine serves. So what rounds is the KV format, and for those two what it means for attention.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,9 +21,10 @@ from ..engine_core.errors import EngineError
 from ..engine_core.kv_layout import KV_CACHE_DTYPES, FormatName, resolve_kv_cache_dtype
 from ..engine_core.models.registry import ModelConfig, read_model_config
 from ..progress import track
+from ..protocol.text import read_tokenizer
 from ..settings import EXIT_OK, EXIT_USAGE, UsageError
 from .bench.capacity import GIB, capacity_bars, tokens_in
-from .bench.command import ReportSettings, conclude, run_command
+from .bench.command import ReportSettings, conclude, run_command, shown_name
 from .bench.figures import Bars, Figure
 from .bench.report import Column, Table, table
 from .errors import ToolError
@@ -34,9 +37,10 @@ if TYPE_CHECKING:
 
 PROG = "coldblock eval kv"
 _WINDOW = 1024
+_LEAST_WINDOW = 2  # tokens, so that there is one to predict
 _TOKEN_CHARS = 8  # more than a token has in most texts
+_MOST_CHARS = 1 << 20  # read at first
 _LAST_WORD = 64  # tokens at the end of what was read that may be others when more is
-TOKENIZER = "tokenizer.json"
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "prose_and_code.txt"
 
 
@@ -49,14 +53,14 @@ class EvalSettings(ReportSettings):
         "bf16,int8,fp8_e4m3,fp8_e5m2", description="KV formats, separated by commas; each is compared with fp16"
     )
     window: int | None = Field(
-        None, ge=2, description="tokens of text in one sequence; 1024, or all that fit, if absent"
+        None, ge=_LEAST_WINDOW, description="tokens of text in one sequence; 1024, or all that fit, if absent"
     )
     windows: int | None = Field(None, ge=1, description="most sequences to run; the whole text if absent")
     pool_mb: int = Field(
         1024, ge=1, le=1 << 30, description="MiB of the KV pool for which the tokens that fit are told"
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("fp32", description="what activations are computed in")
-    threads: int | None = Field(None, ge=1, description="CPU threads; all cores if absent")
+    threads: int | None = Field(None, ge=1, le=os.cpu_count(), description="CPU threads; all cores if absent")
 
     @field_validator("formats")
     @classmethod
@@ -76,6 +80,8 @@ class EvalSettings(ReportSettings):
     def window_for(self, config: ModelConfig) -> int:
         """Tokens of a window. Raises UsageError for more than the model was made for."""
         most = config.max_position_embeddings
+        if most < _LEAST_WINDOW:
+            raise ToolError(f"the model was made for {most} token; at least {_LEAST_WINDOW} are needed")
         if self.window is None:
             return min(_WINDOW, most)
         if self.window > most:
@@ -105,49 +111,49 @@ def run(settings: EvalSettings) -> int:
         for quality in found
     ]
     results = {"tokens": tokens, "windows": len(windows), "pool_mb": settings.pool_mb, "formats": formats}
-    title = f"KV formats of {Path(settings.model).name} over {tokens:,} tokens"
+    title = f"KV formats of {shown_name(settings.model)} over {tokens:,} tokens"
     return conclude(settings, PROG, title, None, results, tables(results), figures(results))
 
 
 def read_windows(settings: EvalSettings, config: ModelConfig) -> list[list[int]]:
-    """The text's token ids, cut into windows. Raises UsageError when there is nothing to predict."""
+    """The text's token ids, cut into windows.
+
+    Raises UsageError when there is nothing to predict, ToolError when the checkpoint's tokenizer is of no use.
+    """
     size = settings.window_for(config)
     path = settings.text or TEXT
-    tokenizer = load_tokenizer(config)
     try:
-        with path.open(encoding="utf-8") as text:
+        tokenizer = read_tokenizer(config.path)
+    except (OSError, ValueError) as error:
+        raise ToolError(str(error)) from error
+    try:
+        with path.open(encoding="utf-8-sig") as text:
             ids = read_tokens(text, tokenizer, settings.windows and settings.windows * size)
     except OSError as error:
         raise UsageError(f"--text {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--text {path}: {error}") from error
-    if len(ids) < 2:
-        raise UsageError(f"--text {path}: holds {len(ids)} tokens; at least 2 are needed")
+    if len(ids) < _LEAST_WINDOW:
+        raise UsageError(f"--text {path}: holds {len(ids)} tokens; at least {_LEAST_WINDOW} are needed")
     if max(ids) >= config.vocab_size:
-        raise ToolError(f"{config.path / TOKENIZER} has token {max(ids)}; the model knows {config.vocab_size}")
+        raise ToolError(f"the tokenizer in {config.path} has token {max(ids)}; the model knows {config.vocab_size}")
     windows = [ids[start : start + size] for start in range(0, len(ids), size)]
-    return [window for window in windows if len(window) > 1]
-
-
-def load_tokenizer(config: ModelConfig) -> Tokenizer:
-    """The checkpoint's own. Raises ToolError when there is none."""
-    from tokenizers import Tokenizer
-
-    path = config.path / TOKENIZER
-    if not path.is_file():
-        raise ToolError(f"no tokenizer at {path}")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise ToolError(f"{path} is not a tokenizer: {error}") from error
+    return [window for window in windows if len(window) >= _LEAST_WINDOW]
 
 
 def read_tokens(text: TextIO, tokenizer: Tokenizer, most: int | None) -> list[int]:
-    """The first `most` tokens, or all: of a text that is far longer, little more than those is read."""
+    """The first `most` tokens, or all: of a text that is far longer, little more than those is read.
+
+    Raises ToolError when the tokenizer has nothing for a part of the text.
+    """
+    start = -1 if most is None else min(_TOKEN_CHARS * most, _MOST_CHARS)
     read, ids = "", []
-    while more := text.read(len(read) or (_TOKEN_CHARS * most if most else -1)):
+    while more := text.read(len(read) or start):
         read += more
-        ids = tokenizer.encode(read).ids
+        try:
+            ids = tokenizer.encode(read).ids
+        except Exception as error:  # the library raises nothing more precise
+            raise ToolError(f"the model's tokenizer cannot encode the text: {error}") from error
         if most and len(ids) > most + _LAST_WORD:
             break
     return ids[:most]
@@ -157,7 +163,7 @@ def measure(settings: EvalSettings, config: ModelConfig, windows: Sequence[Seque
     """Load the model once and run the windows in every format."""
     from ..engine_core.device.config import ExecutorConfig
     from ..engine_core.device.cpu_executor import CpuExecutor
-    from .kv_quality import compare
+    from .kv_quality import REFERENCE, compare
 
     size = settings.window_for(config)
     executor = CpuExecutor(
@@ -170,9 +176,10 @@ def measure(settings: EvalSettings, config: ModelConfig, windows: Sequence[Seque
         )
     )
     try:
-        for problem in filter(None, map(executor.misfit, settings.format_names)):
+        formats = list(dict.fromkeys([REFERENCE, *settings.format_names]))
+        for problem in filter(None, map(executor.misfit, formats)):
             print(f"{PROG}: {problem}", file=sys.stderr)
-        return compare(executor, track(windows, PROG, "window"), size, settings.format_names)
+        return compare(executor, track(windows, PROG, "window"), size, formats)
     finally:
         executor.close()
 

@@ -56,20 +56,25 @@ class KeyBias:
         return self.largest / max(self.signal, 1e-30)
 
 
-def measure(keys: Projection, values: Projection, norm: Tensor, head_dim: int, may_split: bool) -> KeyBias:
-    """Decide for one layer, from what makes its K and V and the weight [N] of the norm in front of them."""
+def measure(
+    keys: Projection, values: Projection, norm: Tensor, head_dim: int, may_split: bool, turn: float = 1.0
+) -> KeyBias:
+    """Decide for one layer, from what makes its K and V and the weight [N] of the norm in front of them.
+
+    The rows of K's projection are in the order of rotary pairs; `turn` is the size of a rotation.
+    """
     channels, bias = _channels(keys[0], norm), keys[1]
-    value_peak = _peak(_channels(values[0], norm), values[1])
+    bare_peak, value_peak = turn * _rotated_peak(channels, None), _peak(_channels(values[0], norm), values[1])
     signals = channels.view(-1, head_dim).square().mean(1).sqrt()
     if bias is None:
-        return KeyBias(0.0, float(signals.amin()), (_peak(channels, None), value_peak), None)
+        return KeyBias(0.0, float(signals.amin()), (bare_peak, value_peak), None)
     largest = bias.float().abs().view(-1, head_dim).amax(1)
     head = int((largest / signals.clamp_min(1e-30)).argmax())
     apart = bias.float().view(-1, head_dim).clone()
-    whole = KeyBias(float(largest[head]), float(signals[head]), (_peak(channels, None), value_peak), apart)
+    whole = KeyBias(float(largest[head]), float(signals[head]), (bare_peak, value_peak), apart)
     if may_split and whole.ratio > SPLIT_ABOVE:
         return whole
-    return replace(whole, peaks=(_peak(channels, bias), value_peak), apart=None)
+    return replace(whole, peaks=(turn * _rotated_peak(channels, bias), value_peak), apart=None)
 
 
 def _channels(weight: Tensor | W4Weight, norm: Tensor) -> Tensor:
@@ -77,6 +82,12 @@ def _channels(weight: Tensor | W4Weight, norm: Tensor) -> Tensor:
     matrix = weight.dequantize() if isinstance(weight, W4Weight) else weight.float()
     channels: Tensor = torch.linalg.vector_norm(matrix * norm.float(), dim=1)
     return channels
+
+
+def _rotated_peak(channels: Tensor, bias: Tensor | None) -> float:
+    """For rows in the order of rotary pairs: somewhere rotation turns all of a pair's bias into one of its channels."""
+    pairs = None if bias is None else torch.linalg.vector_norm(bias.float().view(-1, 2), dim=1)
+    return _peak(channels.view(-1, 2).amax(1), pairs)
 
 
 def _peak(channels: Tensor, bias: Tensor | None) -> float:

@@ -111,21 +111,32 @@ def pair_order(head_dim: int) -> Tensor:
 
 def rotary_table(config: ModelConfig, positions: int) -> Tensor:
     """exp(i * position * frequency), times the attention factor of yarn: complex64 [positions, head_dim/2]."""
-    frequencies, factor = _frequencies(config.rope, config.head_dim)
+    frequencies = _frequencies(config.rope, config.head_dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
-    return torch.polar(torch.full_like(angles, factor), angles).to(torch.complex64)
+    return torch.polar(torch.full_like(angles, rotary_factor(config.rope)), angles).to(torch.complex64)
 
 
-def _frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """Angular frequency of each pair (fp64 [dim/2]) and the factor on q and k."""
+def rotary_factor(rope: RopeConfig) -> float:
+    """What rotation multiplies q and k by: 1, or the attention factor of yarn."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_scale(rope, rope.mscale) / _yarn_scale(rope, rope.mscale_all_dim)
+    return _yarn_scale(rope, 1.0)
+
+
+def _frequencies(rope: RopeConfig, dim: int) -> Tensor:
+    """Angular frequency of each pair (fp64 [dim/2])."""
     plain = rope.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if rope.kind == "linear":
-        return plain / rope.factor, 1.0
+        return plain / rope.factor
     if rope.kind == "llama3":
-        return _llama3(rope, plain), 1.0
+        return _llama3(rope, plain)
     if rope.kind == "yarn":
-        return _yarn(rope, plain, dim), _yarn_attention_factor(rope)
-    return plain, 1.0
+        return _yarn(rope, plain, dim)
+    return plain
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
@@ -148,15 +159,8 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
     return plain / rope.factor * (1 - keep) + plain * keep
 
 
-def _yarn_attention_factor(rope: RopeConfig) -> float:
-    def scale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)
+def _yarn_scale(rope: RopeConfig, weight: float) -> float:
+    return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 
 
 LinearT = TypeVar("LinearT")

@@ -24,7 +24,7 @@ from ...progress import track
 from ..errors import CheckpointError
 from .cpu_builder import CpuBuilder, LoadOptions
 from .k_bias import KeyBias, measure
-from .layers import Decoder, DecoderLayer, Int8Weight, pair_order, rotary_table
+from .layers import Decoder, DecoderLayer, Int8Weight, pair_order, rotary_factor, rotary_table
 from .registry import ModelConfig
 from .w4a16 import W4Weight, stack_rows
 
@@ -233,7 +233,8 @@ class _Loader(Generic[LinearT, EmbeddingT, HeadT]):
         keys, values = slice(q_rows, q_rows + k_rows), slice(q_rows + k_rows, None)
         k, v = ((_rows(weight, part), None if bias is None else bias[part]) for part in (keys, values))
         norm = self._norm_weight(prefix + names.input_norm)
-        found = measure(k, v, norm, config.head_dim, self._builder.splits_key_bias)
+        turn = rotary_factor(config.rope)
+        found = measure(k, v, norm, config.head_dim, self._builder.splits_key_bias, turn)
         if bias is not None and found.apart is not None:
             bias[keys].zero_()
         return self._built(parts, weight, bias), found

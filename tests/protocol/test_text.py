@@ -105,8 +105,18 @@ def test_a_tokenizer_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(ColdblockError, match=r"no tokenizer at .*tokenizer\.json: give tokenizer_path"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ColdblockError, match="cannot read the tokenizer"):
+    with pytest.raises(ColdblockError, match=r"tokenizer\.json is not a tokenizer: .*: give tokenizer_path"):
         load_tokenizer(str(tmp_path))
+
+
+def test_texts_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
+    """Whatever the file says: that was for training."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for text in ("long enough", "x"):
+        assert load_tokenizer(str(tmp_path)).encode(text).ids == list(text.encode())
 
 
 # ---------------------------------------------------------------- through the client

@@ -130,6 +130,51 @@ def test_tokens_of_many_characters_are_read_on() -> None:
     assert eval_kv.read_tokens(io.StringIO(text), words, None) == [7] * 1000
 
 
+@pytest.mark.parametrize("windows", [10**7, 10**25])
+def test_more_windows_than_the_text_has_are_all_of_it(model: Path, windows: int) -> None:
+    (model / "text").write_text("To be read, one byte a token. " * 5)
+    found = run(model, "--text", str(model / "text"), "--formats", "int8", "--window=64", f"--windows={windows}")
+    assert (found["tokens"], found["windows"]) == (150, 3)
+
+
+def test_a_tokenizer_neither_cuts_nor_fills_up_the_text(model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.enable_truncation(20)
+    tokenizer.enable_padding(length=90)
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "text").write_text("x" * 70)
+    assert run(model, "--text", str(model / "text"), "--formats", "int8")["tokens"] == 70
+
+
+def test_a_text_that_the_tokenizer_has_nothing_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Tokenizer(models.WordLevel({"one": 1}, unk_token="?")).save(str(model / "tokenizer.json"))
+    assert eval_kv.main(["kv", str(model), "--out", str(model)]) == 1
+    error = capsys.readouterr().err
+    assert "the model's tokenizer cannot encode the text" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_byte_order_mark_is_not_text(model: Path) -> None:
+    (model / "text").write_bytes(b"\xef\xbb\xbf" + b"x" * 70)
+    assert run(model, "--text", str(model / "text"), "--formats", "int8")["tokens"] == 70
+
+
+def test_a_model_for_one_token_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1}))
+    assert eval_kv.main(["kv", str(model), "--out", str(model)]) == 1
+    assert "the model was made for 1 token; at least 2 are needed" in capsys.readouterr().err
+
+
+def test_a_folder_is_told_by_its_name(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(model)
+    assert eval_kv.main(["kv", ".", "--windows=1", "--window=16", "--formats=int8", "--out", "."]) == 0
+    assert f"KV formats of {model.name} over 16 tokens" in capsys.readouterr().out
+    assert json.loads((model / "bench-eval-kv.json").read_text())["settings"]["model"] == model.name
+
+
 def change(model: Path, name: str, factor: float) -> None:
     """Multiply one tensor of the checkpoint."""
     tensors = load_file(model / "model.safetensors")
@@ -150,6 +195,15 @@ def test_what_a_format_clamps_is_told(model: Path, capsys: pytest.CaptureFixture
     errors = capsys.readouterr().err
     assert errors.count("V in fp8_e4m3 is clamped at 448, and by its weights V of layer 1 reaches") == 1
     assert "in bf16" not in errors
+    assert "in fp16" not in errors
+
+
+def test_what_the_reference_clamps_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All figures are compared with it, whether it is asked for or not."""
+    change(model, "model.layers.1.self_attn.v_proj.weight", 1e5)
+    run(model, "--formats", "bf16", "--windows=1")
+    errors = capsys.readouterr().err
+    assert errors.count("V in fp16 is clamped at 65504, and by its weights V of layer 1 reaches") == 1
 
 
 def test_a_perplexity_that_no_float_holds_is_infinite(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +245,7 @@ def test_a_k_bias_kept_apart_is_seen_by_the_command(tmp_path: Path) -> None:
         (["--formats", "auto"], ["--formats", "'auto' is not one of fp16, "]),
         (["--pool-mb", "99999999999999999999"], ["--pool-mb", "1073741824"]),
         (["--window", "513"], ["--window", "513", "at most 512"]),
+        (["--threads", "100000"], ["--threads", "100000"]),
         (["--window=64", "--text", "/nowhere/text"], ["--text", "/nowhere/text"]),
         (["--window=64", "--text", "{model}/one"], ["--text", "1 tokens", "at least 2"]),
     ],

@@ -97,12 +97,36 @@ def test_the_command_repeats_the_run_without_telling_of_folders(
     assert str(tmp_path) not in line and "--model=smollm2" in line
     assert "--new-tokens=9" in line and "'--engine-flags=--threads 1'" in line and "--requests=4" in line
     assert "--seed" not in line, "what was not set stays at its default"
+    monkeypatch.chdir(tmp_path)
+    for path in ("../" + tmp_path.name, ".", f"{tmp_path}/"):
+        assert f"--model={tmp_path.name}" in command.command_line(settings_of(f"--model={path}"), "coldblock bench x")
 
 
 def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ToolError, match="--out"):
         written(tmp_path / "file")
+    with pytest.raises(ToolError, match="--out /proc: "):
+        report.require_folder(Path("/proc"))  # is there, and takes no files
+
+
+def test_what_cannot_be_written_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bench-jitter.json").mkdir()
+    with pytest.raises(ToolError, match="is a folder there"):
+        written(tmp_path, tables=(TABLE,))
+    assert "1,234" in capsys.readouterr().out
+
+
+def test_what_cannot_be_printed_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `| head` leaves early."""
+
+    def gone(*text: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", gone)
+    with pytest.raises(BrokenPipeError):
+        written(tmp_path, tables=(TABLE,))
+    assert report.read(tmp_path / "bench-jitter.json").tables == (TABLE,)
 
 
 @pytest.mark.parametrize(

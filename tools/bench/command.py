@@ -6,6 +6,7 @@ what is measured.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,11 @@ class ReportSettings(Settings):
 
     out: Path | None = Field(None, description="folder for the report; docs/results or the current one if absent")
 
+    @property
+    def folder(self) -> Path:
+        """Where the report goes."""
+        return self.out or report.default_folder()
+
 
 S = TypeVar("S", bound=ReportSettings)
 
@@ -42,7 +48,7 @@ def run_command(kind: type[S], argv: list[str], prog: str, doc: str | None, run:
     settings = load(kind, argv, prog=prog, summary=(doc or "").partition("\n")[0])
     try:
         report.require_plotting()
-        report.require_folder(settings.out)
+        report.require_folder(settings.folder)
         return run(settings)
     except (ColdblockError, UsageError) as error:
         return show_error(prog, error)
@@ -58,7 +64,7 @@ def conclude(
     figures: Sequence[Figure] = (),
     passed: bool = True,
 ) -> int:
-    """Print the tables and write the report. Returns the exit code: 0 only if everything `passed`."""
+    """Write the report and print its tables, each also when the other fails. Returns 0 only if everything `passed`."""
     found = report.Report(
         benchmark=prog.removeprefix("coldblock bench ").removeprefix("coldblock ").replace(" ", "-"),
         title=title,
@@ -70,8 +76,10 @@ def conclude(
         tables=tuple(tables),
         figures=tuple(figures),
     )
-    print("\n\n".join([title, *(table.text() for table in tables)]) + "\n")
-    written = write(settings.out or report.default_folder(), found)
+    try:
+        written = write(settings.folder, found)
+    finally:
+        print("\n\n".join([title, *(table.text() for table in tables)]) + "\n")
     print(f"written: {', '.join(map(str, written))}")
     return EXIT_OK if passed else EXIT_FAILED
 
@@ -121,10 +129,14 @@ def command_line(settings: ReportSettings, prog: str) -> str:
 def _told(settings: ReportSettings) -> dict[str, Any]:
     """The settings that others may know: of a checkpoint or a text its name, and no folder."""
     told = settings.model_dump(exclude=NOT_TOLD)
-    model = told.get("model")
-    if model and Path(model).is_absolute():
-        told["model"] = Path(model).name
+    if told.get("model"):
+        told["model"] = shown_name(told["model"])
     return {name: value.name if isinstance(value, Path) else value for name, value in told.items()}
+
+
+def shown_name(model: str) -> str:
+    """A known model as it is named, a checkpoint by its folder's own name."""
+    return os.path.basename(os.path.abspath(model))
 
 
 def _without_path(model: ModelInfo) -> dict[str, Any]:

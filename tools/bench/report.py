@@ -10,6 +10,7 @@ import importlib.util
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import msgspec
@@ -204,10 +205,11 @@ def require_plotting() -> None:
         raise ToolError("matplotlib is not installed, so no plot can be drawn: pip install 'coldblock[tools]'")
 
 
-def require_folder(out: Path | None) -> None:
-    """Make the folder that `--out` names before anything is measured. Raises ToolError when that cannot be."""
+def require_folder(folder: Path) -> None:
+    """Make the folder before anything is measured. Raises ToolError when it, or a file in it, cannot be made."""
     try:
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise ToolError(f"--out {out}: {error.strerror}") from error
+        raise ToolError(f"--out {folder}: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from coldblock.engine_core.kv_layout import FormatName
 from coldblock.engine_core.models import k_bias
 from coldblock.engine_core.models.k_bias import KeyBias
+from coldblock.kernels import reference
 from tiny_models import FP32, chunk, forward, load, make_pool, quantize, save_biased, save_tiny
 from torch import Tensor
 
@@ -131,6 +133,29 @@ def test_the_signal_is_what_k_is_without_bias() -> None:
     assert found.apart.equal(bias.view(2, 16))
 
 
+def test_the_peak_of_k_is_that_of_what_rotation_makes_of_it() -> None:
+    """Some position turns a pair's whole bias into one channel; yarn makes all of it larger."""
+    torch.manual_seed(0)
+    weight, norm, bias = torch.randn(16, 256) * 0.02, torch.ones(256), torch.full((16,), 3.0)
+    x = torch.randn(4000, 256)
+    keys = ((x / x.square().mean(-1, keepdim=True).sqrt()) @ weight.t() + bias).view(-1, 1, 16)
+    turns = torch.polar(torch.full((4000, 1, 8), 1.25), torch.arange(4000.0)[:, None, None].expand(-1, 1, 8))
+    reached = float(reference.rotate(keys, turns).abs().amax())
+    found = k_bias.measure((weight, bias), (weight, None), norm, 16, may_split=False, turn=1.25)
+    assert found.apart is None
+    assert found.peaks[0] == pytest.approx(reached, rel=0.1)
+    assert found.peaks[0] > 1.25 * 2**0.5 * 3
+
+
+def test_the_peak_of_k_grows_with_yarn(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    plain = load(tmp_path).layers[0].key_bias.peaks
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    assert load(tmp_path).layers[0].key_bias.peaks == pytest.approx((1.5 * plain[0], plain[1]))
+
+
 @pytest.mark.parametrize(("ratio", "split"), [(15.9, False), (16.1, True)])
 def test_the_ratio_decides(ratio: float, split: bool) -> None:
     weight, norm = torch.full((4, 64), 1 / 8.0), torch.ones(64)  # a signal of 1
@@ -138,7 +163,7 @@ def test_the_ratio_decides(ratio: float, split: bool) -> None:
     assert (k_bias.measure(k, (weight, None), norm, 4, may_split=True).apart is not None) is split
     whole = k_bias.measure(k, (weight, None), norm, 4, may_split=False)
     assert whole.apart is None
-    assert whole.peaks == pytest.approx((4 + ratio, 4))
+    assert whole.peaks == pytest.approx((4 + math.hypot(1, ratio), 4))
 
 
 def test_a_quiet_head_is_not_hidden_by_a_loud_one() -> None:
