@@ -26,7 +26,9 @@ class EngineSettings(FileSettings):
 
     model: CliPositionalArg[str] = Field(description="a checkpoint folder, or a known name such as smollm2-135m")
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="where the model runs")
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="what activations are computed in")
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        "auto", description="what activations are computed in; a CPU has fp32 for fp16, and for bf16 if it lacks that"
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: seeded random weights of the shape that config.json gives"
     )

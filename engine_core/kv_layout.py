@@ -39,11 +39,6 @@ def resolve_kv_cache_dtype(name: str, compute_dtype: ComputeDtype) -> FormatName
     return _ALIASES[name]
 
 
-def has_one_byte_elements(kv_format: FormatName) -> bool:
-    """Whether the format keeps less of a number than the compute dtypes do."""
-    return _ELEMENT_BYTES[kv_format] == 1
-
-
 def largest_number(kv_format: FormatName) -> float:
     """At which the format clamps; infinity if it holds whatever is computed."""
     return _LARGEST.get(kv_format, math.inf)

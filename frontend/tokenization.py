@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 
-from ..protocol.text import read_tokenizer
+from ..protocol.text import encode_text, read_tokenizer
 from .chat_template import ChatTemplate, Message, find_template
 from .errors import invalid
 
@@ -47,7 +47,8 @@ class ModelText:
     async def encode(self, text: str, *, add_special_tokens: bool = True, room: int | None = None) -> list[int]:
         """Token ids of `text`. BOS is not added to text that already begins with it, so that there is exactly one.
 
-        Raises a 400 when the text is so long that it cannot fit into `room` tokens, before any work is spent on it.
+        Raises a 400 when the tokenizer has nothing for a part of the text, and when it is so long that it cannot fit
+        into `room` tokens, before any work is spent on it.
         """
         if room is not None and len(text) > (room + 1) * self._longest_token:
             raise invalid(
@@ -62,8 +63,10 @@ class ModelText:
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # the batch call lets other threads run meanwhile, the single one does not
-        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        try:
+            return encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise invalid(str(error), "prompt") from error
 
     async def render(
         self,

@@ -52,7 +52,7 @@ from .messages import (
     Welcome,
 )
 from .sockets import LINGER_MS, TOPIC_STATS, TOPIC_SWAP, default_endpoint
-from .text import TextStream, load_tokenizer
+from .text import TextStream, encode_text, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -233,15 +233,15 @@ class AsyncClient:
         """Begin a request; its tokens come from the returned iterator. Its swap events will carry `trace`.
 
         Text is tokenized here. Raises EngineUnreachable at once when no engine is alive, ValueError for a token id
-        that is no uint32 or a `request_id` that is still open here, ProtocolError for values of wrong types or a prompt
-        over the message limit, ColdblockError when text is given and there is no tokenizer. The engine refuses the
-        rest: see `Generation`.
+        that is no uint32, text that the tokenizer has no ids for or a `request_id` that is still open here,
+        ProtocolError for values of wrong types or a prompt over the message limit, ColdblockError when text is given
+        and there is no tokenizer. The engine refuses the rest: see `Generation`.
         """
         self._require_alive()
         tokenizer = await self._tokenizer(needed=isinstance(prompt, str))
         if isinstance(prompt, str):
             assert tokenizer is not None
-            token_ids = list(tokenizer.encode(prompt).ids)
+            token_ids = encode_text(tokenizer, prompt)
         else:
             token_ids = list(prompt)
         request_id = uuid.uuid4().hex if request_id is None else request_id

@@ -45,6 +45,15 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text. Raises ValueError when the tokenizer has nothing for a part of it."""
+    try:
+        # the batch call lets other threads run meanwhile, the single one does not
+        return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    except Exception as error:  # the library raises nothing more precise
+        raise ValueError(f"the model's tokenizer cannot encode the text: {error}") from error
+
+
 class TextStream:
     """Decodes one answer piece by piece: never half a character, and nothing lost.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,12 @@ def test_the_program(argv: list[str], code: int, words: list[str]) -> None:
     result = subprocess.run([sys.executable, "-m", "coldblock", *argv], capture_output=True, text=True, timeout=60)
     assert result.returncode == code
     assert all(word in result.stdout + result.stderr for word in words)
+
+
+def test_with_stderr_closed_its_words_go_nowhere() -> None:
+    command = f"{shlex.quote(sys.executable)} -m coldblock frobnicate 2>&-"
+    result = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
 
 
 @pytest.mark.parametrize("command", [["engine", "--status"], ["top", "--once"], ["chat"], ["bench", "serve"]])

@@ -21,7 +21,7 @@ from ..engine_core.errors import EngineError
 from ..engine_core.kv_layout import KV_CACHE_DTYPES, FormatName, resolve_kv_cache_dtype
 from ..engine_core.models.registry import ModelConfig, read_model_config
 from ..progress import track
-from ..protocol.text import read_tokenizer
+from ..protocol.text import encode_text, read_tokenizer
 from ..settings import EXIT_OK, EXIT_USAGE, UsageError
 from .bench.capacity import GIB, capacity_bars, tokens_in
 from .bench.command import ReportSettings, conclude, run_command, shown_name
@@ -59,7 +59,9 @@ class EvalSettings(ReportSettings):
     pool_mb: int = Field(
         1024, ge=1, le=1 << 30, description="MiB of the KV pool for which the tokens that fit are told"
     )
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("fp32", description="what activations are computed in")
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        "fp32", description="what activations are computed in; a CPU has fp32 for fp16, and for bf16 if it lacks that"
+    )
     threads: int | None = Field(None, ge=1, le=os.cpu_count(), description="CPU threads; all cores if absent")
 
     @field_validator("formats")
@@ -131,7 +133,7 @@ def read_windows(settings: EvalSettings, config: ModelConfig) -> list[list[int]]
             ids = read_tokens(text, tokenizer, settings.windows and settings.windows * size)
     except OSError as error:
         raise UsageError(f"--text {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:  # no UTF-8, or nothing that the tokenizer knows
         raise UsageError(f"--text {path}: {error}") from error
     if len(ids) < _LEAST_WINDOW:
         raise UsageError(f"--text {path}: holds {len(ids)} tokens; at least {_LEAST_WINDOW} are needed")
@@ -144,16 +146,13 @@ def read_windows(settings: EvalSettings, config: ModelConfig) -> list[list[int]]
 def read_tokens(text: TextIO, tokenizer: Tokenizer, most: int | None) -> list[int]:
     """The first `most` tokens, or all: of a text that is far longer, little more than those is read.
 
-    Raises ToolError when the tokenizer has nothing for a part of the text.
+    Raises ValueError when the tokenizer has nothing for a part of the text.
     """
     start = -1 if most is None else min(_TOKEN_CHARS * most, _MOST_CHARS)
     read, ids = "", []
     while more := text.read(len(read) or start):
         read += more
-        try:
-            ids = tokenizer.encode(read).ids
-        except Exception as error:  # the library raises nothing more precise
-            raise ToolError(f"the model's tokenizer cannot encode the text: {error}") from error
+        ids = encode_text(tokenizer, read)
         if most and len(ids) > most + _LAST_WORD:
             break
     return ids[:most]

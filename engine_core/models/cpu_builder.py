@@ -34,7 +34,6 @@ class CpuBuilder:
     """See `weights.Builder`."""
 
     turns: int | None = None
-    splits_key_bias = True
 
     def __init__(self, options: LoadOptions) -> None:
         self._options, self._dtype = options, options.linear_dtype

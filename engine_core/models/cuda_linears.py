@@ -300,7 +300,6 @@ class CudaBuilder:
     """See `weights.Builder`. Tensors arrive on the GPU already. `dense_copies` of packed matrices: fast but large."""
 
     turns: int | None = GATE_UP_TURNS
-    splits_key_bias = True
 
     def __init__(self, dtype: torch.dtype, dense_copies: bool) -> None:
         self._dtype, self._dense_copies = dtype, dense_copies

@@ -11,14 +11,15 @@ what is large. No model is known to need the like for V.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...kernels import reference
-from ..kv_layout import FormatName, has_one_byte_elements, largest_number
+from ..kv_layout import FormatName, largest_number
 from .w4a16 import W4Weight
 
 SPLIT_ABOVE = 16.0
@@ -37,61 +38,65 @@ Projection = tuple[Tensor | W4Weight, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Rotation:
+    """What positions do to a head's rotary pairs.
+
+    `angles`: fp64 [D/2], by how much the last position turns each. `factor`: what all of them multiply a pair by.
+    """
+
+    angles: Tensor
+    factor: float
+
+    def peaks(self, heads: Tensor) -> Tensor:
+        """The largest number fp64 [G, D/2] that some position makes of each pair of heads [G, D]."""
+        pairs = heads.double().view(len(heads), -1, 2)
+        first = torch.atan2(pairs[..., 1], pairs[..., 0]).remainder(math.pi / 2)
+        last = (first + self.angles).clamp_max(math.pi / 2)  # where all of a pair is in one number
+        share = torch.stack((first.cos(), first.sin(), last.cos(), last.sin())).amax(0)
+        return self.factor * share * torch.linalg.vector_norm(pairs, dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
 class KeyBias:
     """One layer's K and V, as its weights tell.
 
-    `largest` and `signal`: of the head whose bias of K is largest against the rest of its K, the largest |bias|, and
-    the rms of K without it. `peaks`: what some channel of K, as it is stored, and of V reaches every few tokens.
-    `apart`: the bias fp32 [G, D] that is not stored, in the rows' order.
+    `ratio`: of the head whose bias of K is largest against the rest of its K, the largest |bias| against the rms of
+    that rest. `peaks`: what some channel of K, as it is stored, and of V reaches every few tokens. `apart`: the bias
+    fp32 [G, D] that is not stored, in the rows' order.
     """
 
-    largest: float
-    signal: float
+    ratio: float
     peaks: tuple[float, float]
     apart: Tensor | None
 
-    @property
-    def ratio(self) -> float:
-        """How large the bias is against the signal."""
-        return self.largest / max(self.signal, 1e-30)
 
-
-def measure(
-    keys: Projection, values: Projection, norm: Tensor, head_dim: int, may_split: bool, turn: float = 1.0
-) -> KeyBias:
+def measure(keys: Projection, values: Projection, norm: Tensor, rotation: Rotation) -> KeyBias:
     """Decide for one layer, from what makes its K and V and the weight [N] of the norm in front of them.
 
-    The rows of K's projection are in the order of rotary pairs; `turn` is the size of a rotation.
+    The rows of K's projection are in the order of rotary pairs.
     """
-    channels, bias = _channels(keys[0], norm), keys[1]
-    bare_peak, value_peak = turn * _rotated_peak(channels, None), _peak(_channels(values[0], norm), values[1])
-    signals = channels.view(-1, head_dim).square().mean(1).sqrt()
-    if bias is None:
-        return KeyBias(0.0, float(signals.amin()), (bare_peak, value_peak), None)
-    largest = bias.float().abs().view(-1, head_dim).amax(1)
-    head = int((largest / signals.clamp_min(1e-30)).argmax())
-    apart = bias.float().view(-1, head_dim).clone()
-    whole = KeyBias(float(largest[head]), float(signals[head]), (bare_peak, value_peak), apart)
-    if may_split and whole.ratio > SPLIT_ABOVE:
-        return whole
-    return replace(whole, peaks=(turn * _rotated_peak(channels, bias), value_peak), apart=None)
+    head_dim = 2 * len(rotation.angles)
+    heads, bias = (part.view(-1, head_dim) for part in _channels(keys, norm))
+    ratio = float((bias.abs().amax(1) / heads.square().mean(1).sqrt().clamp_min(1e-30)).amax())
+    apart = None
+    if keys[1] is not None and ratio > SPLIT_ABOVE:
+        apart, bias = keys[1].float().view(-1, head_dim).clone(), torch.zeros_like(bias)
+    noise = rotation.factor * heads.view(len(heads), -1, 2).amax(2)
+    value_channels, value_bias = _channels(values, norm)
+    key_peak = (_PEAK * noise + rotation.peaks(bias)).amax()
+    value_peak = (_PEAK * value_channels + value_bias.abs()).amax()
+    return KeyBias(ratio, (float(key_peak), float(value_peak)), apart)
 
 
-def _channels(weight: Tensor | W4Weight, norm: Tensor) -> Tensor:
-    """The rms of each channel without its bias [G*D]: normed activations are about 1 in size, so |W[d] * norm|."""
+def _channels(projection: Projection, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """The rms of each channel without its bias, and the bias: fp32 [G*D] on the CPU.
+
+    Normed activations are about 1 in size, so the rms is |W[d] * norm|.
+    """
+    weight, bias = projection
     matrix = weight.dequantize() if isinstance(weight, W4Weight) else weight.float()
-    channels: Tensor = torch.linalg.vector_norm(matrix * norm.float(), dim=1)
-    return channels
-
-
-def _rotated_peak(channels: Tensor, bias: Tensor | None) -> float:
-    """For rows in the order of rotary pairs: somewhere rotation turns all of a pair's bias into one of its channels."""
-    pairs = None if bias is None else torch.linalg.vector_norm(bias.float().view(-1, 2), dim=1)
-    return _peak(channels.view(-1, 2).amax(1), pairs)
-
-
-def _peak(channels: Tensor, bias: Tensor | None) -> float:
-    return float((_PEAK * channels + (0.0 if bias is None else bias.float().abs())).amax())
+    channels = torch.linalg.vector_norm(matrix * norm.float(), dim=1).cpu()
+    return channels, torch.zeros_like(channels) if bias is None else bias.float().cpu()
 
 
 def rotated(bias: Tensor, rotary: Tensor) -> KeyOffsets:
@@ -106,25 +111,14 @@ def rotated(bias: Tensor, rotary: Tensor) -> KeyOffsets:
 
 def misfit(layers: Sequence[KeyBias], kv_format: FormatName) -> str | None:
     """Why this model's K or V does not suit a format, with numbers; None: it does."""
-    drowned = [(number, layer) for number, layer in enumerate(layers) if _drowns(layer)]
-    if drowned and has_one_byte_elements(kv_format):
-        number, worst = max(drowned, key=lambda entry: entry[1].ratio)
-        return (
-            f"K in {kv_format} loses quality on this model: in {len(drowned)} of {len(layers)} layers the bias of K is "
-            f"stored with it and drowns it, in layer {number} up to {worst.largest:.0f} against a signal of "
-            f"{worst.signal:.1f}; use fp16 or bf16"
-        )
     limit = largest_number(kv_format)
+    highest = max((peak for layer in layers for peak in layer.peaks), default=0.0)
     for which, name in enumerate("KV"):
         peak, number = max(((layer.peaks[which], number) for number, layer in enumerate(layers)), default=(0.0, 0))
         if peak > limit:
-            others = " or ".join(other for other in _FORMATS if largest_number(other) >= peak)
+            others = " or ".join(other for other in _FORMATS if largest_number(other) >= highest)
             return (
                 f"{name} in {kv_format} is clamped at {limit:.0f}, and by its weights {name} of layer {number} reaches "
                 f"{peak:.0f}: this loses quality; use {others}"
             )
     return None
-
-
-def _drowns(layer: KeyBias) -> bool:
-    return layer.apart is None and layer.ratio > SPLIT_ABOVE

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import reference
-from .k_bias import KeyBias, KeyOffsets, rotated
+from .k_bias import KeyBias, KeyOffsets, Rotation, rotated
 from .registry import ModelConfig, RopeConfig
 
 Attend = Callable[[int, Tensor, Tensor, KeyOffsets | None], Tensor]
@@ -113,10 +113,16 @@ def rotary_table(config: ModelConfig, positions: int) -> Tensor:
     """exp(i * position * frequency), times the attention factor of yarn: complex64 [positions, head_dim/2]."""
     frequencies = _frequencies(config.rope, config.head_dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
-    return torch.polar(torch.full_like(angles, rotary_factor(config.rope)), angles).to(torch.complex64)
+    return torch.polar(torch.full_like(angles, _rotary_factor(config.rope)), angles).to(torch.complex64)
 
 
-def rotary_factor(rope: RopeConfig) -> float:
+def whole_rotation(config: ModelConfig) -> Rotation:
+    """What the positions that the model was made for do to q and k."""
+    last = config.max_position_embeddings - 1
+    return Rotation(last * _frequencies(config.rope, config.head_dim), _rotary_factor(config.rope))
+
+
+def _rotary_factor(rope: RopeConfig) -> float:
     """What rotation multiplies q and k by: 1, or the attention factor of yarn."""
     if rope.kind != "yarn":
         return 1.0

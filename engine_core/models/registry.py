@@ -149,7 +149,7 @@ def _model_config(path: Path, file: Path, raw: Mapping[str, Any]) -> ModelConfig
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_above_zero(file, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_above(file, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=max_positions,
         rope=_rope(file, raw, max_positions),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -195,29 +195,35 @@ def _positive(file: Path, raw: Mapping[str, Any], key: str, default: int | None 
     return value
 
 
-def _above_zero(file: Path, key: str, value: Any) -> float:
-    """The number, refused unless it is finite and above 0: every answer would be nonsense otherwise."""
+def _above(file: Path, key: str, value: Any, least: float = 0.0) -> float:
+    """The number, refused unless it is finite and above `least`: every answer would be nonsense otherwise."""
     number = float(value)
-    if not 0.0 < number < math.inf:
-        raise CheckpointError(file, f"{key} is {value!r}; a finite number above 0 is needed")
+    if not least < number < math.inf:
+        raise CheckpointError(file, f"{key} is {value!r}; a finite number above {least:g} is needed")
     return number
 
 
 def _rope(file: Path, raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """From `rope_scaling` (`type` or `rope_type`) or the newer `rope_parameters`; absent, null and {} are "default"."""
+    """From `rope_scaling` (`type` or `rope_type`) or the newer `rope_parameters`; absent, null and {} are "default".
+
+    A number that is 0 or null counts as absent, as in transformers.
+    """
     scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise CheckpointError(file, f"rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     original = int(scaling.get("original_max_position_embeddings") or max_positions)
-    given = {key: float(scaling[key]) for key in _ROPE_NUMBERS if scaling.get(key) is not None}
-    return RopeConfig(
+    given = {key: _above(file, f"rope scaling's {key}", scaling[key]) for key in _ROPE_NUMBERS if scaling.get(key)}
+    rope = RopeConfig(
         kind=kind,
-        theta=_above_zero(file, "rope_theta", scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        factor=_above_zero(file, "rope scaling's factor", scaling.get("factor") or max_positions / original),
-        original_max_positions=original,
+        theta=_above(file, "rope_theta", scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0, 1.0),
+        factor=_above(file, "rope scaling's factor", scaling.get("factor") or max_positions / original),
+        original_max_positions=int(_above(file, "original_max_position_embeddings", original)),
         **given,
     )
+    if kind == "llama3":
+        _above(file, "rope scaling's high_freq_factor", rope.high_freq_factor, rope.low_freq_factor)
+    return rope
 
 
 def _eos_ids(source: Mapping[str, Any]) -> list[int]:

@@ -24,7 +24,7 @@ from ...progress import track
 from ..errors import CheckpointError
 from .cpu_builder import CpuBuilder, LoadOptions
 from .k_bias import KeyBias, measure
-from .layers import Decoder, DecoderLayer, Int8Weight, pair_order, rotary_factor, rotary_table
+from .layers import Decoder, DecoderLayer, Int8Weight, pair_order, rotary_table, whole_rotation
 from .registry import ModelConfig
 from .w4a16 import W4Weight, stack_rows
 
@@ -141,8 +141,6 @@ class Builder(Protocol[LinearT, EmbeddingT, HeadT]):
 
     turns: int | None
     """How many rows of gate, then of up, take turns in the fused matrix; None: all of gate, then all of up."""
-    splits_key_bias: bool
-    """Whether this device's attention adds to K, when it reads it, the bias that `k_bias` keeps apart."""
 
     def norm(self, weight: Tensor) -> Tensor:
         """A norm's weight [N]."""
@@ -206,6 +204,7 @@ class _Loader(Generic[LinearT, EmbeddingT, HeadT]):
 
     def __init__(self, config: ModelConfig, source: TensorSource, builder: Builder[LinearT, EmbeddingT, HeadT]) -> None:
         self._config, self._source, self._builder = config, source, builder
+        self._rotation = whole_rotation(config)
 
     def layer(self, number: int) -> DecoderLayer[LinearT]:
         """All of one layer, linears over the same input fused."""
@@ -233,8 +232,7 @@ class _Loader(Generic[LinearT, EmbeddingT, HeadT]):
         keys, values = slice(q_rows, q_rows + k_rows), slice(q_rows + k_rows, None)
         k, v = ((_rows(weight, part), None if bias is None else bias[part]) for part in (keys, values))
         norm = self._norm_weight(prefix + names.input_norm)
-        turn = rotary_factor(config.rope)
-        found = measure(k, v, norm, config.head_dim, self._builder.splits_key_bias, turn)
+        found = measure(k, v, norm, self._rotation)
         if bias is not None and found.apart is not None:
             bias[keys].zero_()
         return self._built(parts, weight, bias), found

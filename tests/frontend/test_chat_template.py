@@ -13,6 +13,7 @@ from coldblock.frontend.chat_template import ChatTemplate, find_template
 from coldblock.frontend.errors import ApiError
 from coldblock.frontend.tokenization import ModelText
 from frontend_kit import BOS, CHATML, byte_ids, write_model
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -100,6 +101,19 @@ async def test_bos_comes_exactly_once_on_every_way(tmp_path: Path) -> None:
     assert chat[:2] == [BOS, ord("u")], "a rendered chat that begins with BOS must not get another"
     assert await text.encode("hi") == [BOS, *byte_ids("hi")], "a raw prompt gets the BOS the tokenizer adds"
     assert await text.encode("hi", add_special_tokens=False) == byte_ids("hi")
+
+
+async def test_text_that_the_tokenizer_has_nothing_for_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    words = Tokenizer(models.WordLevel({"known": 5}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    text = ModelText.load(tmp_path)
+    assert await text.encode("known known") == [5, 5]
+    for odd in ("known zz", "zz " * 5000):
+        with pytest.raises(ApiError, match="tokenizer cannot encode the text") as caught:
+            await text.encode(odd)
+        assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
 async def test_no_bos_where_the_tokenizer_adds_none(model_text: ModelText) -> None:

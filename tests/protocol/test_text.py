@@ -139,6 +139,20 @@ async def test_text_in_text_out_with_the_models_own_tokenizer(tmp_path: Path) ->
     assert len(engine.messages(Submit)) == 3
 
 
+async def test_text_that_the_tokenizer_has_nothing_for_is_refused(tmp_path: Path) -> None:
+    """It costs no other request anything."""
+    tokenizer = Tokenizer(models.WordLevel({"known": 5}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with FakeEngine(lambda prompt: prompt) as engine:
+        async with asyncio.timeout(30), AsyncClient(engine.endpoint, tokenizer_path=str(tmp_path)) as client:
+            await client.ready()
+            for text in ("known zz", "\ud800"):
+                with pytest.raises(ValueError, match="tokenizer cannot encode the text"):
+                    await client.submit(text)
+            assert (await (await client.submit("known")).result()).token_ids == [5]
+
+
 async def test_a_tokenizer_that_was_named_also_decodes_token_prompts(tmp_path: Path) -> None:
     byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
     with FakeEngine(lambda prompt: [300, 301]) as engine:

@@ -83,6 +83,14 @@ def test_what_is_read_of_a_file_is_what_was_written(tmp_path: Path) -> None:
     assert found.command == content["command"] and "path" not in (found.model or {})
 
 
+def test_an_engine_named_by_its_folder_is_told_by_the_folders_name(tmp_path: Path) -> None:
+    model = replace(MODEL, name="/home/somebody/models/mine")
+    command.conclude(settings_of(f"--out={tmp_path}"), "coldblock bench jitter", "", model, {}, ())
+    found = report.read(tmp_path / "bench-jitter.json")
+    assert (found.model or {})["name"] == "mine"
+    assert "somebody" not in (tmp_path / "bench-jitter.json").read_text()
+
+
 def test_not_a_number_stays_valid_json(tmp_path: Path) -> None:
     assert written(tmp_path, results={"x": math.nan})["results"] == {"x": None}
 

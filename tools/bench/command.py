@@ -71,7 +71,7 @@ def conclude(
         command=command_line(settings, prog),
         machine=describe_machine(),
         settings=_told(settings),
-        model=_without_path(model) if model else None,
+        model=_without_folders(model) if model else None,
         results=dict(results),
         tables=tuple(tables),
         figures=tuple(figures),
@@ -139,5 +139,6 @@ def shown_name(model: str) -> str:
     return os.path.basename(os.path.abspath(model))
 
 
-def _without_path(model: ModelInfo) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.to_builtins(model).items() if name != "path"}
+def _without_folders(model: ModelInfo) -> dict[str, Any]:
+    told = {name: value for name, value in msgspec.to_builtins(model).items() if name != "path"}
+    return {**told, "name": shown_name(model.name)}

@@ -17,7 +17,7 @@ from pydantic import Field
 from ...logs import tell
 from ...protocol.messages import SwapEvent
 from ..children import run_until_signal
-from .command import conclude, run_command
+from .command import conclude, run_command, shown_name
 from .engines import inward, outward, require_model
 from .figures import Figure, Lines, Row, Span, share_below
 from .figures import Timeline as Chart
@@ -67,7 +67,7 @@ async def measure(settings: JitterSettings) -> int:
     results, model = summarize(calm, pressed), pressed.model
     title = (
         f"{settings.requests} requests on {small_pool} of the {large_pool} blocks that all need: "
-        f"{model.name} on {model.device}, {model.kv_cache_dtype} KV"
+        f"{shown_name(model.name)} on {model.device}, {model.kv_cache_dtype} KV"
     )
     return conclude(settings, PROG, title, model, results, tables(results), figures(results, calm, pressed))
 

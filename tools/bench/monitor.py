@@ -24,7 +24,7 @@ from ...protocol.client import AsyncClient
 from ...protocol.messages import ModelInfo, Stats
 from ..children import run_until_signal
 from ..errors import ToolError
-from .command import conclude, run_command
+from .command import conclude, run_command, shown_name
 from .engines import EngineChoice, chosen_engine, require_model
 from .measure import greedy, random_prompts, timed_load
 from .report import Column, Table, table
@@ -82,7 +82,7 @@ async def measure(settings: MonitorSettings) -> int:
                 else:
                     alone.append(await load(client, model, settings, who))
     results = summarize(alone, watched, settings.subscribers)
-    title = f"{settings.requests} requests, watched or not: {model.name} on {model.device}"
+    title = f"{settings.requests} requests, watched or not: {shown_name(model.name)} on {model.device}"
     return conclude(settings, PROG, title, model, results, tables(results))
 
 

@@ -23,7 +23,7 @@ from ...settings import UsageError
 from ..children import run_until_signal
 from ..daemons import running_frontend
 from ..endpoints import usable_endpoint
-from .command import conclude, run_command
+from .command import conclude, run_command, shown_name
 from .engines import EngineChoice, chosen_engine, require_model
 from .figures import Figure, Line, Lines
 from .http_stream import timed_http
@@ -148,8 +148,8 @@ async def measure(settings: ServeSettings) -> int:
         if settings.http:
             results["http"] = await http_overhead(client, endpoint, model, settings)
     title = (
-        f"{model.name} on {model.device}, {model.kv_cache_dtype} KV: requests of {settings.prompt_tokens} + "
-        f"{settings.new_tokens} tokens"
+        f"{shown_name(model.name)} on {model.device}, {model.kv_cache_dtype} KV: "
+        f"requests of {settings.prompt_tokens} + {settings.new_tokens} tokens"
     )
     return conclude(settings, PROG, title, model, results, tables(results), figures(results))
 

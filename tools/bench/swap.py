@@ -19,7 +19,7 @@ from ...protocol.messages import ModelInfo
 from ..children import run_until_signal
 from . import swap_load, swap_long, swap_pairs, swap_prefix
 from .capacity import GIB, capacity_bars, tokens_in
-from .command import conclude, run_command
+from .command import conclude, run_command, shown_name
 from .engines import require_model
 from .figures import Figure
 from .report import Column, Table, table
@@ -81,7 +81,7 @@ async def measure(settings: SwapSettings) -> int:
     }
     results["capacity"] = [capacity(name, model) for name, model in models.items()]
     model = models[work[-1][1]]
-    title = f"Swaps of {model.name} on {model.device}"
+    title = f"Swaps of {shown_name(model.name)} on {model.device}"
     passed = all(result.passed for of_case in found.values() for result in of_case)
     return conclude(settings, PROG, title, model, results, tables(results), figures(results), passed)
 

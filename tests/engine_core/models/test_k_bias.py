@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from coldblock.engine_core.kv_layout import FormatName
-from coldblock.engine_core.models import k_bias
-from coldblock.engine_core.models.k_bias import KeyBias
-from coldblock.kernels import reference
+from coldblock.engine_core.models import k_bias, layers
+from coldblock.engine_core.models.k_bias import KeyBias, Rotation
+from coldblock.engine_core.models.registry import read_model_config
 from tiny_models import FP32, chunk, forward, load, make_pool, quantize, save_biased, save_tiny
 from torch import Tensor
 
@@ -118,85 +118,79 @@ def test_four_bit_weights_are_measured_as_what_they_stand_for(tmp_path: Path) ->
     torch.testing.assert_close(packed.apart, plain.apart)
 
 
-def test_the_signal_is_what_k_is_without_bias() -> None:
+def rotation(head_dim: int, last: float = 1000.0, factor: float = 1.0) -> Rotation:
+    """Every pair turns as far as `last`, in radians."""
+    return Rotation(torch.full((head_dim // 2,), last, dtype=torch.float64), factor)
+
+
+def test_what_k_and_v_reach_follows_from_their_weights() -> None:
     torch.manual_seed(0)
     weight, norm, bias = torch.randn(32, 256) * 0.3, torch.rand(256) * 2, torch.linspace(-90, 5, 32)
     x = torch.randn(4000, 256)
     keys = (x / x.square().mean(-1, keepdim=True).sqrt() * norm) @ weight.t()
-    found = k_bias.measure((weight, bias), (weight, bias), norm, 16, may_split=True)
-    assert found.signal == pytest.approx(float(keys[:, :16].square().mean().sqrt()), rel=0.02)
+    found = k_bias.measure((weight, bias), (weight, bias), norm, rotation(16))
+    assert found.ratio == pytest.approx(90 / float(keys[:, :16].square().mean().sqrt()), rel=0.02)
     loudest = keys.square().mean(0).sqrt()
     assert found.peaks[0] == pytest.approx(4 * float(loudest.amax()), rel=0.05)
     assert found.peaks[1] == pytest.approx(float((4 * loudest + bias.abs()).amax()), rel=0.05)
-    assert found.largest == 90
     assert found.apart is not None
     assert found.apart.equal(bias.view(2, 16))
 
 
-def test_the_peak_of_k_is_that_of_what_rotation_makes_of_it() -> None:
-    """Some position turns a pair's whole bias into one channel; yarn makes all of it larger."""
+@pytest.mark.parametrize("angle", [0.0, 0.1, 0.5, 1.0, 2.0, 100.0])
+def test_the_peak_of_a_stored_bias_is_that_of_what_rotation_makes_of_it(angle: float) -> None:
+    """A pair that turns far has all of its bias in one channel somewhere; yarn makes all of it larger."""
     torch.manual_seed(0)
-    weight, norm, bias = torch.randn(16, 256) * 0.02, torch.ones(256), torch.full((16,), 3.0)
-    x = torch.randn(4000, 256)
-    keys = ((x / x.square().mean(-1, keepdim=True).sqrt()) @ weight.t() + bias).view(-1, 1, 16)
-    turns = torch.polar(torch.full((4000, 1, 8), 1.25), torch.arange(4000.0)[:, None, None].expand(-1, 1, 8))
-    reached = float(reference.rotate(keys, turns).abs().amax())
-    found = k_bias.measure((weight, bias), (weight, None), norm, 16, may_split=False, turn=1.25)
+    bias, turns = torch.randn(2, 16), torch.linspace(0, angle, 2000, dtype=torch.float64)
+    rotary = torch.polar(torch.full((2000, 8), 1.25, dtype=torch.float64), turns[:, None].expand(-1, 8))
+    reached = k_bias.rotated(bias, rotary.to(torch.complex64))(2000).abs().amax(1)
+    peaks = rotation(16, angle, 1.25).peaks(bias)
+    torch.testing.assert_close(peaks, reached.view(2, 8, 2).amax(-1).double(), rtol=2e-3, atol=0)
+
+
+def test_the_peak_of_k_is_that_of_its_bias_and_of_the_rest() -> None:
+    weight, bias = torch.full((16, 64), 1 / 8.0), torch.full((16,), 3.0)
+    found = k_bias.measure((weight, bias), (weight, None), torch.ones(64), rotation(16, factor=1.25))
     assert found.apart is None
-    assert found.peaks[0] == pytest.approx(reached, rel=0.1)
-    assert found.peaks[0] > 1.25 * 2**0.5 * 3
+    assert found.peaks == pytest.approx((1.25 * (4 + 3 * 2**0.5), 4))
+    slow = k_bias.measure((weight, bias), (weight, None), torch.ones(64), rotation(16, 0.0))
+    assert slow.peaks == pytest.approx((4 + 3, 4))
 
 
-def test_the_peak_of_k_grows_with_yarn(tmp_path: Path) -> None:
+def test_a_models_rotation_is_told_from_its_config(tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    plain = load(tmp_path).layers[0].key_bias.peaks
     config = json.loads((tmp_path / "config.json").read_text())
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.5}
+    plain = load(tmp_path).layers[0].key_bias.peaks
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
     assert load(tmp_path).layers[0].key_bias.peaks == pytest.approx((1.5 * plain[0], plain[1]))
+    found = layers.whole_rotation(read_model_config(tmp_path))
+    last = layers.rotary_table(read_model_config(tmp_path), 512)[-1]
+    torch.testing.assert_close(torch.polar(torch.full((8,), found.factor).double(), found.angles).to(last.dtype), last)
 
 
 @pytest.mark.parametrize(("ratio", "split"), [(15.9, False), (16.1, True)])
 def test_the_ratio_decides(ratio: float, split: bool) -> None:
     weight, norm = torch.full((4, 64), 1 / 8.0), torch.ones(64)  # a signal of 1
     k = weight, torch.tensor([1.0, -ratio, 0.0, 2.0])
-    assert (k_bias.measure(k, (weight, None), norm, 4, may_split=True).apart is not None) is split
-    whole = k_bias.measure(k, (weight, None), norm, 4, may_split=False)
-    assert whole.apart is None
-    assert whole.peaks == pytest.approx((4 + math.hypot(1, ratio), 4))
+    found = k_bias.measure(k, (weight, None), norm, rotation(4))
+    assert found.ratio == pytest.approx(ratio)
+    assert (found.apart is not None) is split
+    assert found.peaks == pytest.approx((4 + (0 if split else math.hypot(1, ratio)), 4))
 
 
 def test_a_quiet_head_is_not_hidden_by_a_loud_one() -> None:
     weight, bias = torch.full((8, 64), 1 / 8.0), torch.zeros(8)
     weight[:4] *= 12
     bias[6] = 20.0
-    found = k_bias.measure((weight, bias), (weight, None), torch.ones(64), 4, may_split=True)
-    assert (found.largest, found.signal) == pytest.approx((20, 1))
+    found = k_bias.measure((weight, bias), (weight, None), torch.ones(64), rotation(4))
+    assert found.ratio == pytest.approx(20)
     assert found.apart is not None
 
 
-def layer(largest: float, signal: float, apart: bool, key_peak: float = 0.0, value_peak: float = 0.0) -> KeyBias:
-    return KeyBias(largest, signal, (key_peak, value_peak), torch.zeros(1, 2) if apart else None)
-
-
-@pytest.mark.parametrize("kv_format", ONE_BYTE)
-def test_a_bias_that_is_stored_in_one_byte_is_told_with_numbers(kv_format: str) -> None:
-    layers = [layer(4, 1, False), layer(145, 5, False), layer(100, 5, False)]
-    text = k_bias.misfit(layers, kv_format)  # type: ignore[arg-type]
-    assert text is not None
-    assert "in 2 of 3 layers" in text
-    assert "in layer 1 up to 145 against a signal of 5.0" in text
-    assert kv_format in text
-
-
-@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16", *ONE_BYTE])
-def test_nothing_is_told_where_the_bias_is_apart(kv_format: str) -> None:
-    assert k_bias.misfit([layer(4, 1, False), layer(1145, 5, True)], kv_format) is None  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
-def test_wide_formats_hold_a_stored_bias(kv_format: str) -> None:
-    assert k_bias.misfit([layer(145, 5, False)], kv_format) is None  # type: ignore[arg-type]
+def quiet_but(*peaks: tuple[float, float]) -> list[KeyBias]:
+    """Layers whose K and V reach this much."""
+    return [KeyBias(0.0, peak, None) for peak in ((1.0, 1.0), *peaks)]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +205,7 @@ def test_wide_formats_hold_a_stored_bias(kv_format: str) -> None:
 @pytest.mark.parametrize("name", ["K", "V"])
 def test_what_a_format_clamps_is_told(kv_format: FormatName, most: int, others: str, name: str) -> None:
     def loud(peak: float) -> list[KeyBias]:
-        return [layer(0, 1, False), layer(0, 1, False, **{"key_peak" if name == "K" else "value_peak": peak})]
+        return quiet_but((peak, 1.0) if name == "K" else (1.0, peak))
 
     text = k_bias.misfit(loud(most + 1), kv_format)
     assert text == (
@@ -222,6 +216,13 @@ def test_what_a_format_clamps_is_told(kv_format: FormatName, most: int, others: 
     assert k_bias.misfit(loud(most + 1), "bf16") is None
 
 
+@pytest.mark.parametrize("peaks", [[(500.0, 70000.0)], [(70000.0, 500.0)], [(500.0, 1.0), (1.0, 70000.0)]])
+def test_only_formats_that_hold_both_k_and_v_are_named(peaks: list[tuple[float, float]]) -> None:
+    text = k_bias.misfit(quiet_but(*peaks), "fp8_e4m3")
+    assert text is not None
+    assert text.endswith("use bf16")
+
+
 def test_a_model_without_bias_has_nothing_apart(tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    assert [layer.key_bias.largest for layer in load(tmp_path).layers] == [0.0, 0.0]
+    assert [(layer.key_bias.ratio, layer.key_bias.apart) for layer in load(tmp_path).layers] == [(0.0, None)] * 2

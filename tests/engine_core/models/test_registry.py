@@ -68,6 +68,13 @@ def test_scaled_rope_by_either_name(tmp_path: Path, key: str, kind: str) -> None
     assert (rope.kind, rope.factor, rope.original_max_positions) == (kind, 8.0, 512)
 
 
+def test_a_rope_number_of_zero_is_none(tmp_path: Path) -> None:
+    """As in transformers, where files with `"mscale": 0` or `"beta_fast": 0` mean the default."""
+    scaling = {"type": "yarn", "factor": 8, "beta_fast": 0, "beta_slow": 0.0, "mscale": 0, "attention_factor": 0}
+    rope = read_model_config(write(tmp_path, rope_scaling=scaling)).rope
+    assert (rope.beta_fast, rope.beta_slow, rope.mscale, rope.attention_factor) == (32.0, 1.0, 0.0, None)
+
+
 def test_rope_parameters_of_newer_files(tmp_path: Path) -> None:
     section = {"rope_type": "yarn", "rope_theta": 1e6, "original_max_position_embeddings": 128}
     rope = read_model_config(write(tmp_path, rope_parameters=section)).rope
@@ -99,7 +106,13 @@ def test_rope_parameters_of_newer_files(tmp_path: Path) -> None:
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
         ({"rope_theta": -5.0}, "rope_theta is -5.0"),
         ({"rope_theta": math.inf}, "rope_theta is inf"),
+        ({"rope_theta": 1}, "rope_theta is 1; a finite number above 1"),
         ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor is -2"),
+        ({"rope_scaling": {"type": "yarn", "attention_factor": -1.5}}, "attention_factor is -1.5"),
+        ({"rope_scaling": {"type": "yarn", "attention_factor": math.nan}}, "attention_factor is nan"),
+        ({"rope_scaling": {"type": "yarn", "beta_slow": -1}}, "beta_slow is -1; a finite number above 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": -5}}, "original.* is -5"),
+        ({"rope_scaling": {"type": "llama3", "low_freq_factor": 4.0}}, "high_freq_factor is 4.0; .* above 4"),
         ({"quantization_config": "awq"}, "wrong kind"),
     ],
 )
