@@ -49,9 +49,9 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return the process's exit code (see `EXIT_CODES`)."""
     argv = sys.argv[1:] if argv is None else argv
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as by `2>&-`: what goes there must not go elsewhere
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by `2>&-`: the next file opened must not take its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # what an encoding such as latin-1 lacks is no reason to stop
     if not argv or argv[0] in ("-h", "--help", "help"):

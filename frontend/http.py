@@ -229,7 +229,7 @@ class _Handlers:
         data = read_json(await request.body())
         body: TokenizeChatBody | TokenizePromptBody
         if data.get("messages") is not None:
-            body = parse(TokenizeChatBody, data)
+            body, param = parse(TokenizeChatBody, data), "messages"
             target = await self._pool.choose(body.model)
             text = await target.text.render(
                 body.template_messages(),
@@ -237,10 +237,10 @@ class _Handlers:
                 options=body.chat_template_kwargs,
             )
         else:
-            body = parse(TokenizePromptBody, data)
+            body, param = parse(TokenizePromptBody, data), "prompt"
             target = await self._pool.choose(body.model)
             text = body.prompt
-        ids = await target.text.encode(text, add_special_tokens=body.add_special_tokens)
+        ids = await target.text.encode(text, add_special_tokens=body.add_special_tokens, param=param)
         strings = [target.text.tokenizer.id_to_token(token_id) for token_id in ids] if body.return_token_strs else None
         limit = target.model.max_request_tokens
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
@@ -303,7 +303,7 @@ async def _prompt_ids(
 ) -> tuple[int, ...]:
     """A prompt's token ids, checked: not empty, in the vocabulary, and short enough to leave room for an answer."""
     limit = target.model.max_request_tokens
-    ids = await target.text.encode(prompt, room=limit) if isinstance(prompt, str) else prompt
+    ids = await target.text.encode(prompt, room=limit, param=param) if isinstance(prompt, str) else prompt
     if len(ids) + answer > limit:
         room = (
             "; the engine's KV room is what limits: see its --allow-oversize"

@@ -44,8 +44,12 @@ class ModelText:
         source = find_template(folder, tokenizer_config)
         return cls(tokenizer, ChatTemplate(source, special) if source else None, special.get("bos_token"))
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True, room: int | None = None) -> list[int]:
-        """Token ids of `text`. BOS is not added to text that already begins with it, so that there is exactly one.
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, room: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of `text`, which came in the field `param`.
+
+        BOS is not added to text that already begins with it, so that there is exactly one.
 
         Raises a 400 when the tokenizer has nothing for a part of the text, and when it is so long that it cannot fit
         into `room` tokens, before any work is spent on it.
@@ -53,20 +57,20 @@ class ModelText:
         if room is not None and len(text) > (room + 1) * self._longest_token:
             raise invalid(
                 f"the prompt has {len(text)} characters, more than {room} tokens can hold",
-                "prompt",
+                param,
                 "context_length_exceeded",
             )
         if self._bos_token and text.startswith(self._bos_token):
             add_special_tokens = False
-        if len(text) <= THREAD_ABOVE_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        try:
+            if len(text) <= THREAD_ABOVE_CHARS:
+                return self._encode(text, add_special_tokens)
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        except ValueError as error:
+            raise invalid(str(error), param) from error
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            return encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
-        except ValueError as error:
-            raise invalid(str(error), "prompt") from error
+        return encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
     async def render(
         self,

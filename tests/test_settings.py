@@ -145,6 +145,20 @@ def test_with_stderr_closed_its_words_go_nowhere() -> None:
     assert (result.returncode, result.stdout) == (2, "")
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-", "<&- >&- 2>&-", "<&- >&-"])
+def test_no_file_takes_the_number_of_a_closed_stream(closed: str, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from coldblock.__main__ import main; main(['--version']);"
+        "names = [os.readlink(f'/proc/self/fd/{number}') for number in range(3)];"
+        "other = open(sys.argv[1], 'w'); other.write(f'{names} {other.fileno()}')"
+    )
+    command = shlex.join([sys.executable, "-c", code, str(tmp_path / "found")])
+    subprocess.run(["sh", "-c", f"{command} {closed}"], stdout=subprocess.DEVNULL, timeout=60, check=True)
+    found = (tmp_path / "found").read_text()
+    assert found.count("/dev/null") >= closed.count("&-")
+    assert int(found.split()[-1]) > 2
+
+
 @pytest.mark.parametrize("command", [["engine", "--status"], ["top", "--once"], ["chat"], ["bench", "serve"]])
 def test_a_wrong_endpoint_is_one_line(command: list[str]) -> None:
     arguments = [sys.executable, "-m", "coldblock", *command, "--endpoint", "foo"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from coldblock.protocol.messages import Submit
-from frontend_kit import EOS, Server, byte_ids
+from frontend_kit import EOS, Server, byte_ids, fake_engine, serving, write_model
+from tokenizers import Tokenizer, models
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -249,3 +251,20 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     assert post(server, "/detokenize", {"tokens": chat["tokens"]})["prompt"] == "<|im_start|>user\nhi<|im_end|>\n"
     assert error_of(server, "/detokenize", {"tokens": [258]})["param"] == "tokens"
     assert error_of(server, "/tokenize", {})["param"] == "prompt"
+
+
+def test_text_that_the_tokenizer_has_nothing_for_names_its_field(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"known": 5}, unk_token="?"))
+    words.save(str(write_model(tmp_path) / "tokenizer.json"))
+    with fake_engine(tmp_path) as engine, serving(engine) as server:
+        server.wait_for_health(200)
+        for path, body, field in (
+            (COMPLETIONS, {"prompt": "unknown"}, "prompt"),
+            (COMPLETIONS, {"prompt": ["known", "unknown"]}, "prompt"),
+            (CHAT, {"messages": USER}, "messages"),
+            ("/tokenize", {"prompt": "unknown"}, "prompt"),
+            ("/tokenize", {"messages": USER}, "messages"),
+        ):
+            error = error_of(server, path, {"model": "tiny", **body})
+            assert error["param"] == field
+            assert "tokenizer cannot encode the text" in error["message"]
