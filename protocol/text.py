@@ -1,6 +1,6 @@
 """Text to token ids and back, as tokens arrive.
 
-Owns: loading a tokenizer.json, and the incremental decoding of one answer.
+Owns: reading a tokenizer.json, encoding a text, and the incremental decoding of one answer.
 Does not know: requests, sockets.
 """
 

@@ -80,7 +80,7 @@ class EvalSettings(ReportSettings):
         return list(dict.fromkeys(names))
 
     def window_for(self, config: ModelConfig) -> int:
-        """Tokens of a window. Raises UsageError for more than the model was made for."""
+        """Tokens of a window. Raises UsageError for more than the model was made for, ToolError where that is none."""
         most = config.max_position_embeddings
         if most < _LEAST_WINDOW:
             raise ToolError(f"the model was made for {most} token; at least {_LEAST_WINDOW} are needed")
@@ -120,7 +120,8 @@ def run(settings: EvalSettings) -> int:
 def read_windows(settings: EvalSettings, config: ModelConfig) -> list[list[int]]:
     """The text's token ids, cut into windows.
 
-    Raises UsageError when there is nothing to predict, ToolError when the checkpoint's tokenizer is of no use.
+    Raises UsageError when the text cannot be read or predicts nothing, ToolError when the checkpoint's tokenizer is of
+    no use.
     """
     size = settings.window_for(config)
     path = settings.text or TEXT
@@ -175,10 +176,9 @@ def measure(settings: EvalSettings, config: ModelConfig, windows: Sequence[Seque
         )
     )
     try:
-        formats = list(dict.fromkeys([REFERENCE, *settings.format_names]))
-        for problem in filter(None, map(executor.misfit, formats)):
+        for problem in filter(None, map(executor.misfit, dict.fromkeys([REFERENCE, *settings.format_names]))):
             print(f"{PROG}: {problem}", file=sys.stderr)
-        return compare(executor, track(windows, PROG, "window"), size, formats)
+        return compare(executor, track(windows, PROG, "window"), size, settings.format_names)
     finally:
         executor.close()
 

@@ -1,7 +1,7 @@
 """The bias of K, kept out of the pool where it would drown what K says.
 
-Owns: which layers' K is stored without its bias, what has to be added when K is read, and which formats do not suit
-what is stored. Does not know: pages, how formats round, devices' kernels.
+Owns: which layers' K is stored without its bias, what has to be added when K is read, how large K and V become, and
+which formats do not hold that. Does not know: where rotations come from, pages, how formats round, devices' kernels.
 
 Rotation is linear: RoPE_p(W x + b) = RoPE_p(W x) + RoPE_p(b). The first term alone is stored, the second, which is the
 same for every sequence, is added in fp32 when K is read for attention. So nothing changes but rounding, and that for
